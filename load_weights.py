@@ -1,0 +1,427 @@
+"""An official snapshot folder -> (model, tokenizer).
+
+    model, tokenizer = load("ByteDance/Ouro-2.6B")        # in the local Hugging Face cache
+    model, tokenizer = load("tiny/ouro", dtype=torch.float32)
+
+A snapshot is read as published: config.json, safetensors (one file, or shards with an index), tokenizer.json,
+generation_config.json, the chat template. Every tensor in it must be used or be one of a few that are known to be
+unneeded, every parameter must be filled, and every shape must be right: a model that loads by halves answers by
+halves. No code from the snapshot is run; its chat template is rendered in a sandbox.
+"""
+
+import datetime
+import json
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+
+import jinja2
+import jinja2.sandbox
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from model import Config, Huginn, LoopedLM, Ouro
+
+
+class CheckpointError(ValueError):
+    """A snapshot that can't be used: one sentence that names the file and what is wrong with it."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Files
+
+
+def find_snapshot(path: str | Path) -> Path:
+    """A folder as it is, or the newest snapshot of a hub id in the local Hugging Face cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    name = str(path)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(f"{name} is not a folder")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    repo = cache / f"models--{name.replace('/', '--')}"
+    main = repo / "refs" / "main"
+    snapshots = [repo / "snapshots" / main.read_text().strip()] if main.is_file() else list(repo.glob("snapshots/*"))
+    if len(snapshots) != 1 or not snapshots[0].is_dir():
+        raise CheckpointError(f"{name} is neither a folder nor a model in the local Hugging Face cache ({cache}); "
+                              f"to download it there: pip install huggingface_hub && hf download {name}")
+    return snapshots[0]
+
+
+def read_json(file: Path, required: bool = True) -> dict:
+    if not file.is_file() and not required:
+        return {}
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a snapshot. Shard names come from its index, which may name files of its folder only."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        files = [single]
+    else:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted(set(map(str, weight_map.values())))
+        if strange := [name for name in names if name != os.path.basename(name) or name in (".", "..")]:
+            raise CheckpointError(f"{index} names {strange[0]!r}, which is not a plain file name")
+        files = [folder / name for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}: was the download complete?")
+    return files
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. config.json
+
+
+class Settings:
+    """config.json, with a clear word for whatever is missing or strange in it."""
+
+    def __init__(self, file: Path):
+        self.file, self.values = file, read_json(file)
+
+    def get(self, *names: str, default=None):
+        """The value under the first of these names that is there and not null."""
+        found = [self.values[name] for name in names if self.values.get(name) is not None]
+        if not found and default is None:
+            raise CheckpointError(f"{self.file} has no {' or '.join(names)}")
+        return found[0] if found else default
+
+    def number(self, *names: str, default=None, least=1, kind: type = int):
+        value = self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < least:
+            raise CheckpointError(f"{self.file}: {names[0]} is {value!r}, but must be a number of {least} or more")
+        return kind(value)
+
+    def only(self, name: str, *allowed) -> None:
+        """Settings that would change the computation, and that no published checkpoint uses, are refused."""
+        if self.values.get(name) not in (None, *allowed):
+            raise CheckpointError(f"{self.file}: {name} is {self.values[name]!r}, which is not supported")
+
+    def rope_theta(self, flat: str) -> float:
+        """The rotary base, from its own key or from rope_parameters, where newer files keep it."""
+        nested = self.values.get("rope_parameters") or {}
+        for rope in (nested, self.values.get("rope_scaling") or {}):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise CheckpointError(f"{self.file}: rotary embeddings of type {kind!r} are not supported")
+        values = {float(v) for v in (self.values.get(flat), nested.get("rope_theta")) if v is not None}
+        if len(values) != 1:
+            raise CheckpointError(f"{self.file} has {'no' if not values else 'two different values of'} {flat}, "
+                                  f"flat or in rope_parameters")
+        return values.pop()
+
+
+def ouro_config(s: Settings) -> Config:
+    s.only("hidden_act", "silu")
+    s.only("use_sliding_window", False)
+    s.only("layer_types", ["full_attention"] * s.number("num_hidden_layers"))
+    width, heads = s.number("hidden_size"), s.number("num_attention_heads")
+    return Config(
+        width=width, heads=heads, kv_heads=s.number("num_key_value_heads", default=heads),
+        head_dim=s.number("head_dim", default=width // heads), ffn=s.number("intermediate_size"),
+        vocab=s.number("vocab_size"), core=s.number("num_hidden_layers"), recurrences=s.number("total_ut_steps", default=4),
+        context=s.number("max_position_embeddings"), rope_theta=s.rope_theta("rope_theta"),
+        norm_eps=s.number("rms_norm_eps", least=0, kind=float), tied=bool(s.get("tie_word_embeddings", default=False)))
+
+
+def huginn_config(s: Settings) -> Config:
+    s.only("injection_type", "linear")
+    s.only("nonlin_name", "SiLU")
+    s.only("test_time_noise", 0)
+    width, heads = s.number("n_embd", "hidden_size"), s.number("n_heads", "num_attention_heads")
+    return Config(
+        width=width, heads=heads, kv_heads=s.number("num_key_value_heads", default=heads), head_dim=width // heads,
+        ffn=s.number("intermediate_size"), vocab=s.number("padded_vocab_size", "vocab_size"),
+        core=s.number("n_layers_in_recurrent_block"), recurrences=s.number("mean_recurrence"),
+        context=s.number("block_size", "max_position_embeddings"), rope_theta=s.rope_theta("rope_base"),
+        norm_eps=s.number("norm_eps", "rms_norm_eps", least=0, kind=float),
+        tied=bool(s.get("tie_embeddings", "tie_word_embeddings", default=True)),
+        prelude=s.number("n_layers_in_prelude", least=0), coda=s.number("n_layers_in_coda", least=0),
+        qk_bias=bool(s.get("qk_bias")), adapter_bias=bool(s.get("bias", default=False)),
+        init_std=float((s.values.get("init_values") or {}).get("std", (2 / (5 * width)) ** 0.5)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Tensor names
+#
+# A parameter of ours is one tensor of the file, or several, one above the other: parameter -> [(tensor, shape), ...].
+
+UNNEEDED = re.compile(r"freqs_cis|(.+\.)?rotary_emb\.inv_freq|model\.early_exit_gate\.(weight|bias)")
+
+
+def ouro_names(c: Config) -> dict[str, list[tuple[str, list[int]]]]:
+    d, q, kv = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    names = {"embedding.weight": [("model.embed_tokens.weight", [c.vocab, d])],
+             "final_norm.weight": [("model.norm.weight", [d])],
+             "head.weight": [("lm_head.weight", [c.vocab, d])]}
+    for i in range(c.core):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        names |= {
+            ours + "qkv.weight": [(theirs + "self_attn.q_proj.weight", [q, d]), (theirs + "self_attn.k_proj.weight", [kv, d]),
+                                  (theirs + "self_attn.v_proj.weight", [kv, d])],
+            ours + "attention_out.weight": [(theirs + "self_attn.o_proj.weight", [d, q])],
+            ours + "gate_up.weight": [(theirs + "mlp.gate_proj.weight", [c.ffn, d]), (theirs + "mlp.up_proj.weight", [c.ffn, d])],
+            ours + "down.weight": [(theirs + "mlp.down_proj.weight", [d, c.ffn])]}
+        norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
+        names |= {f"{ours}norms.{j}.weight": [(f"{theirs}{norm}.weight", [d])] for j, norm in enumerate(norms)}
+    return names
+
+
+def huginn_names(c: Config) -> dict[str, list[tuple[str, list[int]]]]:
+    d, q, kv = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    names = {"embedding.weight": [("transformer.wte.weight", [c.vocab, d])],
+             "final_norm.weight": [("transformer.ln_f.weight", [d])],
+             "head.weight": [("lm_head.weight", [c.vocab, d])],
+             "adapter.weight": [("transformer.adapter.weight", [d, 2 * d])],
+             "adapter.bias": [("transformer.adapter.bias", [d])]}
+    stages = [("prelude", c.prelude), ("core_block", c.core), ("coda", c.coda)]
+    for i, theirs in enumerate(f"transformer.{stage}.{j}." for stage, layers in stages for j in range(layers)):
+        ours = f"layers.{i}."
+        names |= {
+            ours + "qkv.weight": [(theirs + "attn.Wqkv.weight", [q + 2 * kv, d])],
+            ours + "qk_bias": [(theirs + "attn.qk_bias", [2, 1, c.heads, c.head_dim])],
+            ours + "attention_out.weight": [(theirs + "attn.proj.weight", [d, q])],
+            ours + "gate_up.weight": [(theirs + "mlp.fc.weight", [2 * c.ffn, d])],
+            ours + "down.weight": [(theirs + "mlp.proj.weight", [d, c.ffn])]}
+        names |= {f"{ours}norms.{j}.weight": [(f"{theirs}norm_{j + 1}.weight", [d])] for j in range(4)}
+    return names
+
+
+FAMILIES = {"ouro": (Ouro, ouro_config, ouro_names), "huginn_raven": (Huginn, huginn_config, huginn_names)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. The model
+
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def load_model(folder: Path, device: str, dtype: torch.dtype | None) -> LoopedLM:
+    settings = Settings(folder / "config.json")
+    family = settings.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"{settings.file}: model_type is {family!r}, but only {', '.join(FAMILIES)} can be loaded")
+    model_class, read_config, read_names = FAMILIES[family]
+    config = read_config(settings)
+    if config.heads % config.kv_heads or config.head_dim % 2 or (config.qk_bias and config.heads != config.kv_heads):
+        raise CheckpointError(f"{settings.file}: {config.heads} heads of size {config.head_dim} and {config.kv_heads} "
+                              f"key/value heads do not go together")
+    stored = {}                                                              # tensor -> (file, shape, dtype)
+    for file in tensor_files(folder):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():
+                    if name in stored:
+                        raise CheckpointError(f"{file} holds {name}, and so does {stored[name][0]}")
+                    header = tensors.get_slice(name)
+                    stored[name] = file, header.get_shape(), header.get_dtype()
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a complete safetensors file ({error})") from None
+    with torch.device("meta"):
+        model = model_class(config)
+    sources = match(model, read_names(config), stored, folder)
+    dtype = dtype or STORED[stored[sources["embedding.weight"][0]][2]]
+    for ours, names in sources.items():
+        owner, _, attribute = ours.rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = torch.empty(getattr(module, attribute).shape, dtype=dtype, device=device)
+        parts = [math.prod(stored[name][1]) for name in names]
+        for name, part in zip(names, parameter.view(-1).split(parts)):
+            with safe_open(stored[name][0], "pt") as tensors:                # opened anew: what was mapped before is let go
+                part.copy_(tensors.get_tensor(name).view(-1))
+        setattr(module, attribute, torch.nn.Parameter(parameter, requires_grad=False))
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    return model.eval()
+
+
+def match(model: LoopedLM, names: dict, stored: dict, folder: Path) -> dict[str, list[str]]:
+    """Which tensors of the files make up each parameter. Raises CheckpointError if anything is left over or amiss."""
+    wanted = {ours: names[ours] for ours, _ in model.named_parameters()}     # a tied head is no parameter of its own
+    surplus = set(stored) - {name for parts in wanted.values() for name, _ in parts}
+    if "head.weight" not in wanted:
+        [(head, shape)] = names["head.weight"]
+        surplus.discard(head)                                                # a second copy of the embedding,
+        if wanted["embedding.weight"][0][0] not in stored and head in stored:
+            wanted["embedding.weight"] = [(head, shape)]                     # or the only one
+    expected = {name: shape for parts in wanted.values() for name, shape in parts}
+    if missing := [name for name in expected if name not in stored]:
+        raise CheckpointError(f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    if unknown := sorted(name for name in surplus if not UNNEEDED.fullmatch(name)):
+        raise CheckpointError(f"{stored[unknown[0]][0]} holds {unknown[0]}, which has no place in this model"
+                              + (f", and {len(unknown) - 1} more such tensors" if unknown[1:] else ""))
+    for name, shape in expected.items():
+        file, found, dtype = stored[name]
+        if found != shape:
+            raise CheckpointError(f"{file}: {name} has the shape {found}, but config.json asks for {shape}")
+        if dtype not in STORED:
+            raise CheckpointError(f"{file}: {name} is stored as {dtype}, but only {', '.join(STORED)} can be read")
+    return {ours: [name for name, _ in parts] for ours, parts in wanted.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. The tokenizer
+
+
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]                # reserved by Unicode: no text has them
+
+
+class ChatTokenizer:
+    """Text to token ids and back, as the snapshot's own tokenizer.json and chat template say."""
+
+    def __init__(self, folder: Path):
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:                                           # the library raises nothing more special
+            raise CheckpointError(f"{file} is not a tokenizer: {error}") from None
+        self.tokenizer.no_truncation()                                       # some files carry settings of their training
+        self.tokenizer.no_padding()
+        self.special = {token.content: id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        settings = read_json(folder / "tokenizer_config.json", required=False)
+        self.names = {key: value["content"] if isinstance(value, dict) else value                   # bos_token, ...
+                      for key, value in settings.items() if re.fullmatch("(bos|eos|pad|unk)_token", key) and value}
+        self.template = self.read_template(folder, settings)
+        self.eos_ids = self.end_of_turn() | {self.tokenizer.token_to_id(self.names.get("eos_token", ""))}
+        for name in ("config.json", "generation_config.json"):
+            stops = read_json(folder / name, required=False).get("eos_token_id")
+            self.eos_ids |= set(stops if isinstance(stops, list) else [stops])
+        self.eos_ids -= {None}
+
+    def read_template(self, folder: Path, settings: dict) -> jinja2.Template | None:
+        file, source = folder / "chat_template.jinja", settings.get("chat_template")
+        if file.is_file():
+            source = file.read_text(encoding="utf-8")
+        elif isinstance(source, list):                                       # [{"name": ..., "template": ...}, ...]
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
+        if source is None:
+            return None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda f: datetime.datetime.now().strftime(f)}
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template of {folder} is not valid: {error}") from None
+
+    def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        if self.template is None:
+            raise ValueError("this snapshot has no chat template: use plain text")
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.names)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    def encode(self, text: str | list[dict], chat: bool = False) -> list[int]:
+        """Token ids of a text, or of a conversation that asks for an answer.
+
+        chat: text is one user message, or a list of {"role": ..., "content": ...}. The template writes its special
+        tokens; the same words inside a message are only words.
+        """
+        if not chat:
+            return self.tokenizer.encode(text).ids
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        if not messages or not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+            raise ValueError('a conversation is a list of {"role": ..., "content": ...} with two texts each')
+        # A mark inside every special token of a message keeps it from being one. The text is then encoded in pieces.
+        mark = next(c for c in NONCHARACTERS if c not in str(messages))
+        messages = [{key: self.split_special(value, mark) for key, value in message.items()} for message in messages]
+        pieces = self.render(messages, add_generation_prompt=True).split(mark)
+        return [id for piece in pieces for id in self.tokenizer.encode(piece, add_special_tokens=False).ids]
+
+    def split_special(self, text: str, mark: str) -> str:
+        for word in self.special:
+            text = text.replace(word, word[0] + mark + word[1:])
+        return text
+
+    def end_of_turn(self) -> set[int]:
+        """The special token that follows an assistant message in the template, if there is one."""
+        if self.template is None:
+            return set()
+        answer = NONCHARACTERS[0]
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        behind = self.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+        ids = self.tokenizer.encode(behind, add_special_tokens=False).ids
+        return set([id for id in ids if id in self.special.values()][:1])
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of some tokens, special ones included. Ids that no token has are left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def stream(self) -> "Stream":
+        return Stream(self)
+
+
+class Stream:
+    """Text as its tokens come. A character whose bytes are not complete yet is held back."""
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self.tokenizer = tokenizer
+        self.shown, self.held = [], []                 # tokens of the piece before, tokens without a piece so far
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these tokens complete. All pieces and that of end() join to the text of all tokens."""
+        self.held += ids
+        text = self.tokenizer.decode(self.shown + self.held)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.end()
+
+    def end(self) -> str:
+        """What is left, with a replacement character for bytes that never made one."""
+        if not self.held:
+            return ""
+        # Decoded behind the tokens before, since a decoder may treat the first token of a text apart.
+        piece = self.tokenizer.decode(self.shown + self.held)[len(self.tokenizer.decode(self.shown)):]
+        self.shown, self.held = self.held, []
+        return piece
+
+
+def refuse(message: str):
+    raise jinja2.TemplateError(message)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. Both
+
+
+def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None, *, seed: int = 0,
+         init_state: str = "noise") -> tuple[LoopedLM, ChatTokenizer]:
+    """Load an Ouro or Huginn snapshot.
+
+    path: a snapshot folder, or a hub id that is already in the local Hugging Face cache. dtype: what the model is held
+    and computed in; None: as stored. seed and init_state ("noise" or "zeros"): Huginn's table of initial states.
+    Raises CheckpointError if the snapshot can't be used, ValueError for other arguments that make no sense.
+    """
+    if dtype not in (None, *STORED.values(), torch.float64):
+        raise ValueError(f"dtype must be None or a torch float dtype of 16, 32 or 64 bits, not {dtype!r}")
+    if init_state not in ("noise", "zeros"):
+        raise ValueError(f"init_state must be 'noise' or 'zeros', not {init_state!r}")
+    folder = find_snapshot(path)
+    tokenizer = ChatTokenizer(folder)
+    model = load_model(folder, device, dtype)
+    if model.embedding.weight.dtype == torch.float16:
+        warnings.warn("looped models overflow in float16; load with dtype=torch.bfloat16 or torch.float32", stacklevel=2)
+    if (largest := max(tokenizer.tokenizer.get_vocab().values())) >= model.vocab:
+        raise CheckpointError(f"{folder}: tokenizer.json has a token {largest}, but the model knows only {model.vocab}")
+    if isinstance(model, Huginn):
+        table = model.draw_states(seed) if init_state == "noise" else torch.zeros(model.config.context, model.config.width)
+        model.state_table = table.to(model.embedding.weight)
+    return model, tokenizer

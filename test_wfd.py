@@ -1,0 +1,739 @@
+"""The tests, in teaching order: the models are the published ones; a cached row is the same function as an uncached
+one; the wavefront returns the tokens of plain decoding, in the number of calls that theory says; stops, limits, bad
+input; snapshots in every published form; the demo.
+
+    python -m pytest -q
+"""
+
+import ast
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import wfd
+from extras.train_tiny import save_tensors
+from load_weights import CheckpointError, load
+from model import Config, FullAttention, Huginn, Ouro
+from wfd import autoregressive, wavefront
+
+HERE = Path(__file__).parent
+GOLDEN, TINY = HERE / "golden", HERE / "tiny" / "ouro"
+FAMILIES = ("ouro", "huginn")
+
+
+def tensors_in(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}
+
+
+def recompute(model, prompt: list[int], new: int) -> list[int]:
+    """Greedy decoding from the definition: the whole text through `forward`, for every token."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(new):
+            tokens.append(int(model(tokens)[-1, -1].argmax()))
+    return tokens[len(prompt):]
+
+
+def random_model(family: str, rng: random.Random, dtype=torch.float64):
+    """A model of random shape and weights. How soon its predictions settle is random too."""
+    heads, head_dim = rng.choice((1, 2, 4)), rng.choice((4, 8))
+    shape = dict(width=heads * head_dim, heads=heads, kv_heads=heads, head_dim=head_dim, ffn=rng.choice((12, 24)),
+                 vocab=rng.choice((7, 24)), core=rng.randint(1, 3), recurrences=rng.randint(1, 6), context=64,
+                 rope_theta=1e4, norm_eps=1e-6, tied=rng.random() < 0.3)
+    torch.manual_seed(rng.randrange(10 ** 6))
+    if family == "ouro":
+        model = Ouro(Config(**shape | {"kv_heads": rng.choice([k for k in (1, 2, 4) if heads % k == 0])}))
+    else:
+        model = Huginn(Config(**shape, prelude=rng.randint(0, 2), coda=rng.randint(0, 2), qk_bias=rng.random() < 0.8,
+                              init_std=0.1))
+        model.state_table = model.draw_states(rng.randrange(100)).to(dtype)
+    settled = rng.choice((0.05, 0.3, 1.0))                                   # the weight of what a recurrence adds
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, std=settled if p.dim() > 1 and "embedding" not in name else 1.0)
+        if "norm" in name:
+            torch.nn.init.uniform_(p, 0.5 * settled if family == "ouro" and name.split(".")[-2] in "13" else 0.5, 1.0)
+    return model.to(dtype).requires_grad_(False)
+
+
+class Tampered:
+    """A model whose predictions below depth T are whatever `tamper(logits, positions)` makes of them.
+
+    To know the depth of a row it carries one more number along with its state.
+    """
+
+    def __init__(self, model, tamper):
+        self.model, self.tamper = model, tamper
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def initial_state(self, e, positions):
+        return torch.cat((self.model.initial_state(e, positions), e.new_zeros(len(e), 1)), dim=-1)
+
+    def recur(self, x, e, positions, kv):
+        return torch.cat((self.model.recur(x[:, :-1], e, positions, kv), x[:, -1:] + 1), dim=-1)
+
+    def predict(self, x, positions, kv, select=None):
+        logits = self.model.predict(x[:, :-1], positions, kv, select)
+        rows = torch.arange(len(x)) if select is None else select
+        shallow = x[rows, -1] < self.model.recurrences
+        logits[shallow] = self.tamper(logits[shallow], positions[rows][shallow])
+        return logits
+
+
+def told(truth: dict[int, int], wrong=lambda position: False):
+    """A tamper function that knows the text: it predicts every token rightly, but for the positions that are `wrong`."""
+    def tamper(logits, positions):
+        for row, position in zip(logits, positions.tolist()):
+            if position + 1 in truth:
+                row[truth[position + 1]] = -1e9 if wrong(position + 1) else 1e9
+        return logits
+    return tamper
+
+
+def published_calls(result, new: int, d: int, depth: int) -> int:
+    return (new - 2) * d + depth + result.stats["rejected"] * (depth - d)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The models compute what the published code computes
+
+
+GOLDEN_CASES = [(states, i) for states in ("prompt", "zeros", "rand") for i in range(5)]
+
+
+def golden(states: str):
+    name = "ouro-a" if states == "prompt" else "huginn-a"
+    model, tokenizer = load(GOLDEN / name, init_state="noise" if states == "prompt" else "zeros")
+    expected = tensors_in(GOLDEN / name / "golden.safetensors")
+    if states == "rand":
+        model.state_table = expected["rand.state"][0]
+    return model, tokenizer, expected
+
+
+@pytest.mark.parametrize("states, i", GOLDEN_CASES)
+def test_logits_after_every_recurrence_are_the_published_ones(states, i):
+    model, _, expected = golden(states)
+    logits = model(expected[f"prompt.{i}.ids"])
+    for name, ours in (("logits", logits), ("final_logits", logits[-1]), ("last_logits", logits[:, -1])):
+        if (key := f"{states}.{i}.{name}") in expected:
+            assert (ours - expected[key]).abs().max() < 3e-4, key
+
+
+@pytest.mark.parametrize("states, i", GOLDEN_CASES)
+def test_greedy_continuations_are_the_published_ones(states, i):
+    model, tokenizer, expected = golden(states)
+    prompt, tokens = (expected[key].tolist() for key in (f"prompt.{i}.ids", f"{states}.{i}.greedy"))
+    assert recompute(model, prompt, 32) == tokens
+    assert autoregressive(model, prompt, 32).tokens == tokens
+    for candidates in ({1: 1}, {2: 1}, {1: 3, 2: 2, 3: 1}):
+        assert wavefront(model, prompt, 32, candidates=candidates).tokens == tokens
+
+
+def test_an_initial_state_can_be_given_to_forward():
+    model, _, expected = golden("rand")
+    state, ids = model.state_table, expected["prompt.2.ids"]
+    model.state_table = torch.zeros_like(state)
+    assert (model(ids, state=state[:len(ids)])[:, -1] - expected["rand.2.last_logits"]).abs().max() < 3e-4
+
+
+def test_noise_is_a_truncated_normal_of_the_published_spread_and_the_same_in_every_dtype():
+    table = load(GOLDEN / "huginn-a")[0].state_table
+    assert table.shape == (256, 64) and abs(table.std() - 0.6242) < 0.01 and table.abs().max() <= 1.8974
+    assert torch.equal(load(GOLDEN / "huginn-a", dtype=torch.bfloat16)[0].state_table, table.bfloat16())
+    assert not torch.equal(load(GOLDEN / "huginn-a", seed=1)[0].state_table, table)
+
+
+def test_fewer_recurrences_are_the_first_ones():
+    model, _, expected = golden("zeros")
+    model.recurrences = 3
+    assert (model(expected["prompt.3.ids"]) - expected["zeros.3.logits"][:3]).abs().max() < 3e-4
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A row in a mixed-depth call is the same function of the same inputs as in plain decoding
+
+
+def state_from_scratch(model, tokens: list[int], depth: int) -> torch.Tensor:
+    """The last token's state after `depth` recurrences, without any cache."""
+    tokens = torch.tensor(tokens)
+    positions, kv = torch.arange(len(tokens)), FullAttention(len(tokens))
+    e = model.embed(tokens, positions, kv)
+    x = model.initial_state(e, positions)
+    for _ in range(depth):
+        x = model.recur(x, e, positions, kv)
+    return x[-1]
+
+
+def lineage(cell) -> list[int]:
+    return (lineage(cell.parent) if cell.parent else []) + [cell.token]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_mixed_depth_call_equals_single_row_calls(family):
+    rng = random.Random(1)
+    widths, distinct = set(), 0
+    for _ in range(60):
+        model = random_model(family, rng)
+        prompt = [rng.randrange(model.vocab) for _ in range(rng.randint(1, 9))]
+        wave = wfd.Wavefront(model, prompt, 20, set(), {}, 8)
+        wave.prefill()
+        wave.embed_started()
+        for _ in range(rng.randint(0, 7)):                                   # a random tree
+            parent = rng.choice(wave.cells)
+            wave.start(parent, parent.position + 1, rng.randrange(model.vocab), 1.0)
+            wave.embed_started()
+        for cell in wave.cells:                                              # at a random staircase of depths
+            highest = cell.parent.depth if cell.parent else model.recurrences - 1
+            for _ in range(rng.randint(0, highest)):
+                wave.advance([cell])
+        together, one_by_one = copy.deepcopy(wave), copy.deepcopy(wave)
+        x = together.advance(together.cells)
+        singly = torch.cat([one_by_one.advance([cell]) for cell in one_by_one.cells])
+        scratch = torch.stack([state_from_scratch(model, prompt + lineage(cell), cell.depth) for cell in together.cells])
+        assert (x - singly).abs().max() < 1e-9 and (x - scratch).abs().max() < 1e-9
+        widths.add(len(x))
+        distinct += len({cell.depth for cell in together.cells}) > 1
+    assert widths == set(range(1, 9)) and distinct > 20
+
+
+def test_a_prompt_prefilled_in_stretches_equals_one_in_one_go(monkeypatch):
+    rng = random.Random(2)
+    for family in FAMILIES * 5:
+        model = random_model(family, rng)
+        prompt = [rng.randrange(model.vocab) for _ in range(20)]
+        caches = []
+        for rows in (512, 7):
+            monkeypatch.setattr(wfd, "PREFILL_ROWS", rows)
+            wave = wfd.Wavefront(model, prompt, 10, set(), {}, 4)
+            with torch.inference_mode():
+                wave.prefill()
+            caches.append(wave)
+        assert caches[0].result.tokens == caches[1].result.tokens
+        for one, other in zip(caches[0].cache.stages, caches[1].cache.stages):
+            assert torch.allclose(one, other, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_dropped_cell_wrote_is_never_read(family):
+    """The columns that no cell holds are filled with noise before every call. Nothing may change."""
+    rng = random.Random(3)
+    dropped = 0
+    for _ in range(20):
+        model = random_model(family, rng)
+        prompt = [rng.randrange(model.vocab) for _ in range(4)]
+        candidates = {k: rng.randint(1, 3) for k in range(1, model.recurrences)}
+        expected = wavefront(model, prompt, 16, candidates=candidates, max_rows=8)
+        wave = wfd.Wavefront(model, prompt, 16, set(), candidates, 8)
+        with torch.inference_mode():
+            wave.prefill()
+            while not wave.result.finish:
+                free = sorted(wave.cache.free)
+                for stage in wave.cache.stages:
+                    stage[:, :, :, free] = 100 * torch.randn_like(stage[:, :, :, free])
+                wave.step(None)
+        assert wave.result.tokens == expected.tokens == autoregressive(model, prompt, 16).tokens
+        assert wave.result.calls == expected.calls
+        dropped += expected.stats["dropped_rows"]
+    assert dropped > 100
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The wavefront returns the tokens of plain decoding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_is_the_definition(family):
+    rng = random.Random(4)
+    for _ in range(20):
+        model = random_model(family, rng)
+        prompt = [rng.randrange(model.vocab) for _ in range(rng.randint(1, 9))]
+        result = autoregressive(model, prompt, 12)
+        assert result.tokens == recompute(model, prompt, 12)
+        assert result.calls == result.rows == 11 * model.recurrences
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wavefront_equals_plain_decoding(family):
+    """200 random cases, and by the counters every part of the method took part."""
+    rng = random.Random(5)
+    finishes, counts = set(), dict.fromkeys(("accepted", "rejected", "corrected_early", "dropped_rows"), 0)
+    for case in range(200):
+        if case % 2 == 0:
+            model = random_model(family, rng)
+        depth = model.recurrences
+        prompt = [rng.randrange(model.vocab) for _ in range(rng.choice((1, 2, 3, 8, 50, 60)))]
+        new = rng.choice((1, 2, 3, 10, 20))
+        eos_ids = {rng.randrange(model.vocab)} if rng.random() < 0.3 else set()
+        plain = autoregressive(model, prompt, new, eos_ids=eos_ids)
+
+        d = rng.randint(1, depth)                                            # the published schedule
+        result = wavefront(model, prompt, new, candidates={d: 1}, eos_ids=eos_ids)
+        assert (result.tokens, result.finish) == (plain.tokens, plain.finish)
+        if (n := len(result.tokens)) >= 2:
+            assert plain.calls == (n - 1) * depth
+            assert result.calls == published_calls(result, n, d, depth)
+        finishes.add(result.finish)
+
+        candidates = {k: rng.randint(1, 4) for k in range(1, depth) if rng.random() < 0.7}
+        result = wavefront(model, prompt, new, candidates=candidates, max_rows=rng.choice((1, 2, 3, 8, 32)), eos_ids=eos_ids)
+        assert (result.tokens, result.finish) == (plain.tokens, plain.finish), (candidates, prompt, new)
+        for name in counts:
+            counts[name] += result.stats[name]
+    assert finishes == {"stop", "length", "context"} and min(counts.values()) > 50, counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_may_be_anything(family):
+    """Always right, always wrong, wrong at one place, random: the output is the same, the number of calls is known."""
+    rng = random.Random(6)
+    for _ in range(25):
+        model = random_model(family, rng)
+        model.recurrences = depth = rng.randint(2, 6)
+        prompt, new, d = [rng.randrange(model.vocab) for _ in range(5)], 14, rng.randint(1, depth - 1)
+        tokens = autoregressive(model, prompt, new).tokens
+        truth = dict(enumerate(tokens, start=len(prompt)))
+        one_place = len(prompt) + rng.randint(1, new - 2)
+        for wrong, rejected in ((lambda p: False, 0), (lambda p: True, new - 2), (lambda p: p == one_place, 1)):
+            result = wavefront(Tampered(model, told(truth, wrong)), prompt, new, candidates={d: 1})
+            assert result.tokens == tokens and result.stats["rejected"] == rejected
+            assert result.stats["accepted"] == new - 2 - rejected
+            assert result.calls == published_calls(result, new, d, depth)
+        tree = {k: rng.randint(1, 4) for k in range(1, depth)}
+        for tamper in (lambda logits, _: torch.randn_like(logits), told(truth, lambda p: True),
+                       told(truth, lambda p: p % 2 == 0)):
+            for candidates in ({d: 1}, tree):
+                assert wavefront(Tampered(model, tamper), prompt, new, candidates=candidates, max_rows=6).tokens == tokens
+
+
+def test_a_draft_depth_of_T_is_plain_decoding():
+    model = random_model("ouro", random.Random(7))
+    model.recurrences = 4
+    result = wavefront(model, [1, 2, 3], 20, candidates={4: 1})
+    assert result.calls == result.rows == 19 * 4 and result.stats["drafted"] == 0
+    assert wavefront(model, [1, 2, 3], 20, candidates={}).calls == 19 * 4
+
+
+def test_a_right_draft_costs_d_and_a_wrong_one_costs_T():
+    """The example of the README: T = 4, d = 1, 8 tokens, one wrong draft."""
+    model = random_model("ouro", random.Random(8))
+    model.recurrences = 4
+    tokens = autoregressive(model, [1, 2, 3], 8).tokens
+    tampered = Tampered(model, told(dict(enumerate(tokens, start=3)), lambda position: position == 3 + 4))
+    result = wavefront(tampered, [1, 2, 3], 8, candidates={1: 1})
+    assert result.tokens == tokens and result.calls == (8 - 2) * 1 + 4 + 1 * (4 - 1) == 13
+
+
+def test_every_call_keeps_the_staircase_and_commits_only_at_depth_T():
+    rng = random.Random(9)
+    for family in FAMILIES * 10:
+        model = random_model(family, rng)
+        waves, prompt = [], [rng.randrange(model.vocab) for _ in range(3)]
+        candidates = {k: rng.randint(1, 3) for k in range(1, model.recurrences)}
+        result = wavefront(model, prompt, 16, candidates=candidates, max_rows=5, on_call=waves.append)
+        assert len(waves) == result.calls and sum(len(wave.rows) for wave in waves) == result.rows
+        for wave in waves:
+            depths = {row.cell: row.depth for row in wave.rows}
+            assert len(wave.rows) <= 5 and all(row.depth <= depths.get(row.parent, model.recurrences) for row in wave.rows)
+            finished = [row for row in wave.rows if row.event in ("verified", "corrected") and row.depth == model.recurrences]
+            assert [row.position + 1 for row in finished] == list(range(
+                len(prompt) + len(wave.tokens) - len(wave.committed), len(prompt) + len(wave.tokens)))
+        assert result.tokens[:1] + [token for wave in waves for token in wave.committed] == result.tokens
+        assert all(result.tokens[:len(wave.tokens)] == wave.tokens for wave in waves)
+
+
+def test_equal_logits_go_to_the_lowest_id():
+    model = random_model("ouro", random.Random(10))
+    model.head = torch.nn.Linear(model.config.width, model.vocab, bias=False).double().requires_grad_(False)
+    model.head.weight[:] = model.head.weight[0]
+    for result in (autoregressive(model, [1], 8), wavefront(model, [1], 8, candidates={1: 2} if model.recurrences > 1 else {})):
+        assert result.tokens == [0] * 8
+    assert [t for t, _ in wfd.read_predictions(torch.tensor([[1.0, 3, 2, 3, 3]]), 4)[0]] == [1, 3, 4, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stops, limits, bad input
+
+
+def test_stop_tokens():
+    model = random_model("ouro", random.Random(11))
+    model.recurrences = 4
+    tokens = autoregressive(model, [1, 2, 3], 24).tokens
+    for stop in set(tokens) | {0}:
+        for decode, options in ((autoregressive, {}), (wavefront, {"candidates": {1: 2, 2: 1}})):
+            result = decode(model, [1, 2, 3], 24, eos_ids=[stop], **options)
+            expected = tokens[:tokens.index(stop) + 1] if stop in tokens else tokens
+            assert result.tokens == expected and result.finish == ("stop" if stop in tokens else "length")
+    inside = [stop for stop in range(model.vocab) if stop not in autoregressive(model, [stop, 6], 4).tokens]
+    assert inside, "this model always repeats its prompt: choose another"
+    for stop in inside:
+        assert len(autoregressive(model, [stop, 6], 4, eos_ids={stop}).tokens) == 4
+
+
+def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop():
+    model = random_model("ouro", random.Random(11))
+    tokens = autoregressive(model, [1, 2, 3], 5).tokens
+    new = tokens.index(tokens[4]) + 1
+    assert wavefront(model, [1, 2, 3], new, candidates={}, eos_ids={tokens[4]}).finish == "stop"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_ends_the_text(family):
+    model = random_model(family, random.Random(12))
+    model.recurrences = 3
+    for length, new, finish, expected in ((60, 10, "context", 4), (60, 4, "length", 4), (63, 9, "context", 1),
+                                          (64, 9, "context", 0), (64, 0, "length", 0), (5, 0, "length", 0)):
+        for decode in (autoregressive, lambda *a: wavefront(*a, candidates={1: 2})):
+            result = decode(model, [1] * length, new)
+            assert (len(result.tokens), result.finish) == (expected, finish)
+    assert (result.calls, result.rows) == (0, 0)
+
+
+def test_two_decodes_do_not_disturb_each_other():
+    model = random_model("huginn", random.Random(13))
+    model.recurrences = 4
+    first = wavefront(model, [1, 2], 12, candidates={1: 2})
+
+    def interrupt(wave):
+        if wave.call == 3:
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        wavefront(model, [3, 4], 12, candidates={1: 2}, on_call=interrupt)
+    within = []
+    wavefront(model, [5], 5, candidates={1: 1}, on_call=lambda wave: within.append(wavefront(model, [1, 2], 12, candidates={1: 2})))
+    assert all(result == first for result in within + [wavefront(model, [1, 2], 12, candidates={1: 2})])
+
+
+@pytest.mark.parametrize("arguments, options, words", [
+    (([], 5), {}, "one or more token ids"), (([[1], [2]], 5), {}, "one prompt at a time"),
+    ((torch.tensor([1]), 5), {}, "token ids"), (([1, -1], 5), {}, "token ids"), (([1, 999], 5), {}, "999"),
+    (([1] * 65, 5), {}, "65 tokens.* 64"), (([1], -1), {}, "max_new_tokens"), (([1], 5), {"max_rows": 0}, "max_rows"),
+    (([1], 5), {"candidates": {0: 1}}, "from 1 to 4"), (([1], 5), {"candidates": {5: 1}}, "from 1 to 4"),
+    (([1], 5), {"candidates": {1: 0}}, "from 1"), (([1], 5), {"candidates": {4: 2}}, "depth 4")])
+def test_bad_arguments(arguments, options, words):
+    model = random_model("ouro", random.Random(14))
+    model.recurrences = 4
+    with pytest.raises(ValueError, match=words):
+        wavefront(model, *arguments, **options)
+
+
+def test_no_recurrences_and_damaged_weights():
+    model = random_model("ouro", random.Random(15))
+    model.recurrences = 0
+    with pytest.raises(ValueError, match="recurrences"):
+        autoregressive(model, [1], 5)
+    model.recurrences = 2
+    for value in (torch.nan, torch.inf):
+        model.layers[0].down.weight[0, 0] = value
+        with pytest.raises(ValueError, match="not finite"):
+            autoregressive(model, [1], 5)
+
+
+def test_wfd_knows_only_torch_and_the_standard_library():
+    imports = [node for node in ast.walk(ast.parse((HERE / "wfd.py").read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {name for node in imports for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])}
+    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names) | {"torch"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Snapshots, in every form in which they are published
+
+
+def snapshot(folder: Path, name: str, config=(), tensors=lambda t: t, shards: int = 1) -> Path:
+    """A copy of a golden snapshot with other settings, other tensors, or cut into shards."""
+    folder.mkdir(parents=True)
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((GOLDEN / name / file).read_bytes())
+    settings = json.loads((GOLDEN / name / "config.json").read_text()) | dict(config)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
+    changed = tensors(tensors_in(GOLDEN / name / "model.safetensors"))
+    if shards == 1:
+        save_tensors(changed, folder / "model.safetensors")
+    else:
+        weight_map = {key: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, key in enumerate(changed)}
+        for file in set(weight_map.values()):
+            save_tensors({key: changed[key] for key, name in weight_map.items() if name == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+IDS = [5, 300, 17, 42, 9, 100]
+EMBEDDING = {"ouro-a": "model.embed_tokens.weight", "huginn-a": "transformer.wte.weight"}
+
+
+def logits_of(path, **options) -> torch.Tensor:
+    return load(path, **options)[0](IDS)
+
+
+@pytest.mark.parametrize("name, config", [
+    ("ouro-a", {"rope_theta": ..., "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    ("ouro-a", {"torch_dtype": ..., "dtype": "float32", "num_key_value_heads": None, "total_ut_steps": ...}),
+    ("ouro-a", {"head_dim": 16, "layer_types": ..., "early_exit_threshold": None, "tie_word_embeddings": ...}),
+    ("huginn-a", {"n_embd": ..., "hidden_size": 64, "n_heads": ..., "num_attention_heads": 4}),
+    ("huginn-a", {"rope_base": ..., "rope_parameters": {"rope_theta": 5e4}, "tie_embeddings": ..., "tie_word_embeddings": True}),
+    ("huginn-a", {"init_values": ..., "num_key_value_heads": None, "vocab_size": 500})])
+def test_settings_old_and_new(tmp_path, name, config):
+    assert torch.equal(logits_of(snapshot(tmp_path / "s", name, config)), logits_of(GOLDEN / name))
+
+
+@pytest.mark.parametrize("name", EMBEDDING)
+def test_tensors_in_shards_and_with_buffers(tmp_path, name):
+    def with_buffers(tensors):
+        buffer = "freqs_cis" if name == "huginn-a" else "model.layers.0.self_attn.rotary_emb.inv_freq"
+        return tensors | {buffer: torch.zeros(3)}
+    expected = logits_of(GOLDEN / name)
+    assert torch.equal(logits_of(snapshot(tmp_path / "shards", name, shards=3)), expected)
+    assert torch.equal(logits_of(snapshot(tmp_path / "buffers", name, tensors=with_buffers)), expected)
+    assert torch.equal(logits_of(snapshot(tmp_path / "no buffers", name, tensors=lambda tensors: {
+        key: value for key, value in tensors.items() if key != "freqs_cis" and "early_exit" not in key})), expected)
+
+
+@pytest.mark.parametrize("name, tie", [("ouro-a", "tie_word_embeddings"), ("huginn-a", "tie_embeddings")])
+def test_a_tied_head_may_be_there_or_not(tmp_path, name, tie):
+    def only(*names):
+        return lambda tensors: {key: value for key, value in tensors.items() if key not in names} | {
+            key: tensors[EMBEDDING[name]].clone() for key in (EMBEDDING[name], "lm_head.weight") if key not in names}
+    both, embedding, head = (logits_of(snapshot(tmp_path / str(i), name, {tie: True}, only(*absent)))
+                             for i, absent in enumerate(([], ["lm_head.weight"], [EMBEDDING[name]])))
+    assert torch.equal(both, embedding) and torch.equal(both, head)
+    untied = lambda tensors: tensors | {"lm_head.weight": tensors[EMBEDDING[name]] + 1}                # noqa: E731
+    assert not torch.equal(logits_of(snapshot(tmp_path / "untied", name, {tie: False}, untied)), both)
+
+
+def test_grouped_query_attention_is_that_of_repeated_heads(tmp_path):
+    def heads(tensors, chosen):
+        rows = [16 * head + i for head in chosen for i in range(16)]
+        return {key: value[rows] if "k_proj" in key or "v_proj" in key else value for key, value in tensors.items()}
+    grouped = snapshot(tmp_path / "grouped", "ouro-a", {"num_key_value_heads": 2}, lambda t: heads(t, [0, 1]))
+    repeated = snapshot(tmp_path / "repeated", "ouro-a", {}, lambda t: heads(t, [0, 0, 1, 1]))
+    assert (logits_of(grouped) - logits_of(repeated)).abs().max() < 1e-5
+    model, _ = load(grouped)
+    assert wavefront(model, IDS, 20, candidates={1: 2, 2: 1}).tokens == recompute(model, IDS, 20)
+
+
+def test_dtypes(tmp_path):
+    half = snapshot(tmp_path / "half", "ouro-a", tensors=lambda t: {key: value.bfloat16() for key, value in t.items()})
+    assert load(half)[0].head.weight.dtype == torch.bfloat16
+    wide, _ = load(half, dtype=torch.float32)
+    assert torch.equal(wide.head.weight, load(GOLDEN / "ouro-a")[0].head.weight.bfloat16().float())
+    assert load(half, dtype=torch.float64)[0](IDS).dtype == torch.float64
+    with pytest.warns(UserWarning, match="float16"):
+        load(half, dtype=torch.float16)
+    with pytest.raises(ValueError, match="dtype"):
+        load(half, dtype=torch.int8)
+
+
+def edited(key, change):
+    return lambda tensors: tensors | {key: change(tensors.get(key))}
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"config": {"model_type": "llama"}}, "config.json: model_type is 'llama'"),
+    ({"config": {"hidden_size": ...}}, "config.json has no hidden_size"),
+    ({"config": {"hidden_size": "64"}}, "config.json: hidden_size is '64'"),
+    ({"config": {"num_key_value_heads": 3}}, "4 heads of size 16 and 3 key/value heads"),
+    ({"config": {"rope_theta": ...}}, "config.json has no rope_theta"),
+    ({"config": {"rope_parameters": {"rope_theta": 1e4}}}, "two different values of rope_theta"),
+    ({"config": {"rope_scaling": {"type": "yarn"}}}, "'yarn'"),
+    ({"config": {"use_sliding_window": True}}, "use_sliding_window"),
+    ({"tensors": lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}}, "lacks the tensor model.norm.weight"),
+    ({"tensors": edited("foo.bar", lambda _: torch.zeros(1))}, "model.safetensors holds foo.bar"),
+    ({"tensors": edited("model.layers.3.mlp.up_proj.weight", lambda _: torch.zeros(1))}, "holds model.layers.3.mlp.up_proj"),
+    ({"tensors": edited("model.norm.weight", lambda t: t[:63])}, r"model.safetensors: model.norm.weight .*\[63\].*\[64\]"),
+    ({"tensors": edited("lm_head.weight", lambda t: t.to(torch.int8))}, "lm_head.weight is stored as I8")])
+def test_snapshots_that_cannot_be_used(tmp_path, options, words):
+    with pytest.raises(CheckpointError, match=words):
+        load(snapshot(tmp_path / "s", "ouro-a", **options))
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    folder = snapshot(tmp_path / "s", "ouro-a", shards=3)
+    for i in (1, 3):
+        (folder / f"model-0000{i}-of-00003.safetensors").rename(tmp_path / f"{i}")
+    with pytest.raises(CheckpointError, match="lacks model-00001-of-00003.safetensors, model-00003-of-00003.safetensors"):
+        load(folder)
+    (folder / "model-00001-of-00003.safetensors").write_bytes((tmp_path / "1").read_bytes()[:-5])
+    (folder / "model-00003-of-00003.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match="model-00001-of-00003.safetensors is not a complete safetensors file"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../1"}}')
+    with pytest.raises(CheckpointError, match="'../1', which is not a plain file name"):
+        load(folder)
+    for file, content, words in (("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"), ("tokenizer.json", None, "missing"),
+                                 ("config.json", "{", "config.json is not valid JSON"), ("config.json", None, "missing")):
+        (folder / file).unlink()
+        if content is not None:
+            (folder / file).write_text(content)
+        with pytest.raises(CheckpointError, match=words):
+            load(folder)
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("some/model", "no/such/folder"):
+        with pytest.raises(CheckpointError, match="hf download some/model" if name == "some/model" else "not a folder"):
+            load(name)
+    repo = tmp_path / "hub" / "models--some--model"
+    blobs = snapshot(repo / "blobs", "ouro-a", shards=2)
+    for revision in ("new", "old"):
+        (repo / "snapshots" / revision).mkdir(parents=True)
+        for file in blobs.iterdir() if revision == "new" else ():
+            (repo / "snapshots" / revision / file.name).symlink_to(file)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("new")
+    expected = logits_of(GOLDEN / "ouro-a")
+    assert torch.equal(logits_of("some/model"), expected)
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert torch.equal(logits_of("some/model"), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens and text
+
+
+def test_prompts_of_the_golden_data_encode_and_decode():
+    for states in ("prompt", "zeros"):
+        _, tokenizer, _ = golden(states)
+        name = "ouro-a" if states == "prompt" else "huginn-a"
+        for prompt in json.loads((GOLDEN / name / "golden.json").read_text())["prompts"]:
+            assert tokenizer.encode(prompt["text"]) == prompt["ids"]
+            assert tokenizer.decode(prompt["ids"]) == prompt["text"]
+            ids, text = (prompt[k] for k in (("greedy_ids", "greedy_text") if states == "prompt" else
+                                             ("greedy_ids_zeros", "greedy_text_zeros")))
+            assert tokenizer.decode(ids) == text
+
+
+def test_chats_are_rendered_by_the_snapshots_own_template(tmp_path):
+    ouro, huginn = load(GOLDEN / "ouro-a")[1], load(GOLDEN / "huginn-a")[1]
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": " Hello "}, {"role": "user", "content": "Bye"}]
+    assert ouro.decode(ouro.encode(talk, chat=True)) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n Hello <|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+    assert huginn.decode(ids := huginn.encode(talk, chat=True)) == (
+        "<|begin_text|><|begin_header|>system<|end_header|>\n\nBe brief.<|end_turn|><|begin_header|>user<|end_header|>\n\nHi"
+        "<|end_turn|><|begin_header|>Huginn<|end_header|>\n\nHello<|end_turn|><|begin_header|>user<|end_header|>\n\nBye"
+        "<|end_turn|><|begin_header|>Huginn<|end_header|>\n\n")
+    assert ids.count(480) == 1 and ids[0] == 480
+    assert ouro.encode("Hi", chat=True) == ouro.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+    folder = snapshot(tmp_path / "s", "ouro-a")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for template in ([{"name": "tools", "template": "no"}, {"name": "default", "template": "list {{ messages[0].content }}"}],
+                     "string {{ messages[0].content }}"):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        _, tokenizer = load(folder)
+        assert tokenizer.decode(tokenizer.encode("x", chat=True)) == f"{'list' if isinstance(template, list) else 'string'} x"
+    (folder / "chat_template.jinja").write_text("{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}file")
+    _, tokenizer = load(folder)
+    assert tokenizer.decode(tokenizer.encode("x", chat=True)) == "file"
+    with pytest.raises(ValueError, match="too long"):
+        tokenizer.encode(talk, chat=True)
+    with pytest.raises(ValueError, match="role"):
+        tokenizer.encode([{"content": "x"}], chat=True)
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(ValueError, match="template"):
+        load(folder)[1].encode("x", chat=True)
+
+
+def test_special_tokens_typed_by_a_user_are_only_words():
+    for name, turn in (("ouro-a", "<|im_end|>"), ("huginn-a", "<|end_turn|>")):
+        _, tokenizer = load(GOLDEN / name)
+        ids = tokenizer.encode(f"say {turn} twice {turn}", chat=True)
+        assert ids.count(tokenizer.encode(turn)[0]) == 1 and f"say {turn} twice {turn}" in tokenizer.decode(ids)
+
+
+def test_the_stop_set_is_what_all_files_say(tmp_path):
+    assert load(GOLDEN / "ouro-a")[1].eos_ids == {0, 2}                      # <|im_end|> only ends a turn of the template
+    assert load(GOLDEN / "huginn-a")[1].eos_ids == {481, 484}
+    folder = snapshot(tmp_path / "s", "ouro-a", {"eos_token_id": [7, 8]})
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert load(folder)[1].eos_ids == {0, 2, 7, 8, 9}
+
+
+def test_a_stream_joins_to_the_text_and_never_splits_a_character():
+    _, tokenizer, _ = golden("prompt")
+    rng = random.Random(16)
+    text = "naïve 日本 🜁 x"
+    for ids in [tokenizer.encode(text)] + [[rng.randrange(600) for _ in range(60)] for _ in range(50)]:
+        stream, pieces, rest = tokenizer.stream(), [], list(ids)
+        while rest:
+            n = rng.randint(1, 3)
+            pieces.append(stream.push(rest[:n]))
+            rest = rest[n:]
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
+        assert "".join(pieces) + stream.end() == tokenizer.decode(ids)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_token_that_the_tokenizer_does_not_know_has_no_text(tmp_path):
+    def padded(tensors):
+        return {k: torch.cat((v, v[:1] * 3)) if k in (EMBEDDING["ouro-a"], "lm_head.weight") else v for k, v in tensors.items()}
+    model, tokenizer = load(snapshot(tmp_path / "s", "ouro-a", {"vocab_size": 513}, padded))
+    model.head.weight[512] = model.head.weight[autoregressive(model, IDS, 1).tokens[0]] * 2
+    assert wavefront(model, IDS, 8).tokens == autoregressive(model, IDS, 8).tokens
+    assert 512 in wavefront(model, IDS, 8).tokens and tokenizer.decode([5, 512, 7]) == tokenizer.decode([5, 7])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trained model and the demo
+
+
+def held_out_prompts(tokenizer, n: int, length: int = 48) -> list[list[int]]:
+    """n stretches of the text that the tiny models were not trained on."""
+    ids = tokenizer.encode((TINY.parent / "held_out.txt").read_text(encoding="utf-8"))
+    return [ids[start:start + length] for start in range(0, len(ids) - length, len(ids) // n)][:n]
+
+
+def test_the_trained_model_in_float32_at_every_draft_depth():
+    model, tokenizer = load(TINY, dtype=torch.float32)
+    accepted, rejected = [0] * 5, [0] * 5
+    for prompt in held_out_prompts(tokenizer, 20):
+        plain = autoregressive(model, prompt, 128)
+        for d in (1, 2, 3, 4):
+            result = wavefront(model, prompt, 128, candidates={d: 1})
+            assert result.tokens == plain.tokens
+            assert result.calls == published_calls(result, 128, d, 4)
+            accepted[d] += result.stats["accepted"]
+            rejected[d] += result.stats["rejected"]
+    assert accepted[1] < accepted[2] < accepted[3] and rejected[1] > rejected[2] > rejected[3] > 20, (accepted, rejected)
+
+
+def run_demo(*arguments, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "demo.py", *arguments], cwd=HERE, env=os.environ | environment, text=True,
+                          encoding="utf-8", capture_output=True)
+
+
+def test_the_demo():
+    done = run_demo("--max-new-tokens", "24", "--candidates", "1:1")
+    assert done.returncode == 0 and done.stderr == "" and "identical to plain decoding: yes" in done.stdout
+    assert " 92 " in done.stdout                                             # (24 - 1) * 4 block calls of plain decoding
+    done = run_demo("--max-new-tokens", "8", "--recurrences", "2", "--chat", "--prompt", "Who is Emma?", "--dtype", "bfloat16")
+    assert done.returncode in (0, 1) and "2 recurrences" in done.stdout
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--model", "no/such"], "hf download no/such"), (["--candidates", "9:1"], "depths go from 1 to 4"),
+    (["--candidates", "1"], "DEPTH:NUMBER"), (["--prompt", ""], "token ids"), (["--recurrences", "0"], "recurrences")])
+def test_the_demo_refuses_bad_input_in_one_line(arguments, words):
+    done = run_demo(*arguments)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nothing_but_the_four_packages_is_imported():
+    code = ("import sys, warnings; warnings.simplefilter('ignore'); sys.argv = ['demo.py', '--max-new-tokens', '4']\n"
+            "import demo; assert demo.main() == 0\n"
+            "print(sorted({'transformers', 'huggingface_hub', 'accelerate', 'numpy'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
