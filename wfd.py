@@ -9,10 +9,10 @@ from a guess of that, and all climb together, a diagonal wavefront:
     depth 3 |     #                 the oldest finishes at depth T with the true next token,
     depth 2 |        #              the youngest enters at depth 0 with a draft
     depth 1 |           #  drafts
-             p  p+1  p+2  p+3
+             p  p+1 p+2 p+3
 
 A wrong guess costs some work and is replaced. The output is that of plain decoding, token for token: shallow
-predictions choose what to try, only predictions at depth T are ever emitted.
+predictions choose what to try, and only predictions at depth T are ever emitted.
 
     recurrence   one application of the block; depth: recurrences done, 0 to T
     cell         a position with a guess of its token, at some depth; row: a cell's place in one call's batch
@@ -21,21 +21,25 @@ predictions choose what to try, only predictions at depth T are ever emitted.
     committed    a token that is certain; finished: a cell that reached depth T under finished ancestors
 
 Everything here works on rows, without a batch axis, and knows the model only through this interface
-(model.py has two such models; T, d, V: recurrences, width of the state, vocabulary):
+(model.py has two such models; d is the width of the state, V the vocabulary):
 
     model.recurrences, model.context                 T; positions available
     model.candidates                                 the schedule to use when none is asked for
     model.kv_spec                                    prelude, core, coda (layers of each), heads, head_dim, dtype, device
-    model.embed(tokens, positions, kv)               [rows] -> [rows, d]; the prelude's layers, if any, come here
+    model.embed(tokens, positions, kv)               [rows] -> [rows, d]; runs the prelude's layers, if it has any
     model.initial_state(e, positions)                [rows, d] -> [rows, d], the state at depth 0
     model.recur(x, e, positions, kv)                 [rows, d] -> [rows, d], one recurrence: the block call
-    model.predict(x, positions, kv, select=None)     [rows, d] -> [selected, V]; the coda's layers, if any, come here
+    model.predict(x, positions, kv, select=None)     [rows, d] -> [selected, V]; runs the coda's layers, if it has any
 
 In every layer the model calls kv.attend(layer, q, k, v), layers being numbered prelude, core, coda.
 
 Not here: several prompts at a time, training, printing, timing.
 """
 
+import copy
+import functools
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -43,70 +47,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 1. What comes out
 
-
-@dataclass
-class Result:
-    tokens: list[int] = field(default_factory=list)    # the new tokens, with the stop token if there was one
-    finish: str = ""                                   # "stop", "length" or "context"
-    calls: int = 0                                     # block calls after the prefill
-    rows: int = 0                                      # rows, summed over those calls
-    stats: dict[str, int] = field(default_factory=lambda: {
-        "drafted": 0,          # cells started before their parent was finished
-        "accepted": 0,         # tokens committed while their cell was already under way
-        "rejected": 0,         # tokens whose drafts were all wrong when the parent finished, and which started anew
-        "corrected_early": 0,  # predictions below depth T that dropped an earlier draft
-        "dropped_rows": 0,     # rows spent on cells that were dropped
-        "predict_calls": 0,    # calls of model.predict after the prefill
-        "cache_bytes": 0})     # keys and values, allocated
-
-
-@dataclass
-class Row:
-    """One row of a block call, as `on_call` sees it."""
-    cell: int                  # a number of its own for every cell
-    parent: int | None         # the parent's number; None when the parent is finished
-    position: int
-    token: int
-    depth: int                 # after the call
-    event: str                 # "advanced", "drafted", "verified", "corrected" or "dropped"
-
-
-@dataclass
-class Wave:
-    """One block call, as `on_call` sees it."""
-    call: int                  # 1, 2, ...
-    rows: list[Row]
-    committed: list[int]       # the tokens that this call made certain
-    tokens: list[int]          # all new tokens so far; the first comes from the prefill, before any call
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 2. From logits to tokens
+# 1. From logits to tokens
 #
 # Plain decoding, drafting and verifying must never disagree about what a prediction says, so one function reads all
-# of them. Equal logits are not rare in bfloat16; the lowest token id wins.
+# of them. Equal scores are not rare in bfloat16; the lowest token id wins.
+#
+# Sampling stays exact by being deterministic. The argmax of logits + Gumbel noise is a sample from their softmax, and
+# here the noise depends on the seed and the position alone. So what is sampled at a position is a function of its
+# logits, as in greedy decoding, and nothing else in this file needs to know. (Coupled by shared noise, somewhat fewer
+# drafts are accepted than by the optimal rejection rule; in exchange, every decoder returns the very same tokens.)
 
 
-def read_predictions(logits: Tensor, n: int) -> list[list[tuple[int, float]]]:
-    """The n most likely tokens of every row, best first, with their probabilities. logits [rows, V]."""
-    total = logits.logsumexp(-1, keepdim=True)
+@dataclass(frozen=True)
+class Sampling:
+    """Sample from softmax(logits / temperature) within the top_k tokens and the top_p of probability, in that order.
+
+    top_k 0 and top_p 1 are off; the token that crosses top_p stays; temperature 0 is greedy.
+    """
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        check(self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1,
+              f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not {self}")
+
+    def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
+        """logits [rows, V], and the position that each row predicts -> scores [rows, V], whose argmax is the sample."""
+        if self.temperature == 0:
+            return logits
+        scores = logits.double() / self.temperature
+        if self.top_k:
+            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_p < 1:
+            probabilities, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+            outside = probabilities.cumsum(-1) - probabilities >= self.top_p
+            scores = scores.masked_fill(outside.gather(-1, order.argsort(-1)), -torch.inf)
+        noise = [gumbel_noise(self.seed, position, scores.shape[-1]) for position in positions]
+        return scores + torch.stack(noise).to(scores.device)
+
+
+@functools.lru_cache(maxsize=64)
+def gumbel_noise(seed: int, position: int, size: int) -> Tensor:
+    """The noise of a position, [size]. Hashed, since seed + position would repeat one seed's noise under the next."""
+    digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return -torch.empty(size, dtype=torch.float64).exponential_(generator=generator).log()
+
+
+def read_predictions(scores: Tensor, n: int) -> list[list[tuple[int, float]]]:
+    """The n best tokens of every row, best first, with their probabilities. scores [rows, V]."""
+    total = scores.logsumexp(-1, keepdim=True)
     ranked = []
-    for _ in range(min(n, logits.shape[-1])):
-        best = logits.argmax(-1, keepdim=True)                               # [rows, 1], the first of several equals
-        probability = (logits.gather(-1, best) - total).exp().clamp(max=1)
+    for _ in range(min(n, scores.shape[-1])):
+        best = scores.argmax(-1, keepdim=True)                               # [rows, 1], the first of several equals
+        probability = (scores.gather(-1, best) - total).exp().clamp(max=1)
         ranked.append(torch.cat((best, probability), dim=-1))                # float32 holds ids below 2 ** 24 exactly
-        logits = logits.scatter(-1, best, -torch.inf)
+        scores = scores.scatter(-1, best, -torch.inf)
     predictions = torch.stack(ranked, dim=1).tolist()                        # [rows, n, 2]: a step's only wait for the device
-    if any(probability != probability for row in predictions for _, probability in row):
-        raise ValueError("the model's logits are not finite: its dtype is too narrow for it, or its weights are damaged")
-    return [[(int(token), probability) for token, probability in row] for row in predictions]
+    check(all(probability == probability for row in predictions for _, probability in row),
+          "the model's logits are not finite: its dtype is too narrow for it, or its weights are damaged")
+    return [[(int(token), probability) for token, probability in row if probability > 0] for row in predictions]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 3. Cells
+# 2. Cells
 #
 # Cells in flight form a tree: a guess may have several tokens worth trying. A child is never deeper than its parent
 # (the staircase). That is all it takes for exactness: at recurrence k a cell needs the keys and values that its
@@ -116,17 +130,18 @@ def read_predictions(logits: Tensor, n: int) -> list[list[tuple[int, float]]]:
 
 @dataclass(eq=False)
 class Cell:
-    number: int
+    number: int                # 0, 1, ... in the order in which cells are started
     position: int
     token: int
     parent: "Cell | None"      # None once the parent is finished
-    column: int                # where it keeps its keys, values and state; see Cache
+    column: int                # where its keys, values and states are; see Cache
     probability: float         # of its token, as its parent last predicted it
+    looked_up: bool            # a draft copied from earlier text, not predicted by its parent
     depth: int = 0
     children: list["Cell"] = field(default_factory=list)
     tried_stop: bool = False   # a stop token is among its candidates; such a draft gets no cell
     in_flight: bool = True     # neither finished nor dropped
-    event: str = ""            # what the last call did with it; see Row
+    event: str = ""            # what the last call did with it: "advanced", "drafted", "verified", "corrected", "dropped"
 
     def family(self):
         """The cell and all its descendants."""
@@ -134,9 +149,13 @@ class Cell:
         for child in self.children:
             yield from child.family()
 
+    def lineage(self) -> list["Cell"]:
+        """Its ancestors in flight, oldest first, and the cell."""
+        return (self.parent.lineage() if self.parent else []) + [self]
+
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 4. The cache
+# 3. The cache
 #
 # Keys and values differ from recurrence to recurrence, so every layer of the looped block has T planes of them, one
 # for each. A plane is a row of columns:
@@ -144,7 +163,7 @@ class Cell:
 #     |  near: cells in flight, in any order  |  far: finished positions 0, 1, 2, ...        |
 #
 # A cell writes to its near column, one plane per recurrence, and attends to the far columns and to its ancestors'
-# near ones; a mask hides the other branches of the tree. When it is finished its column is copied, once, to its place
+# near ones; a mask hides the other branches of the tree. When it is finished, its column is copied, once, to its place
 # among the far ones. (Keys are rotated by position before they are stored, so it doesn't matter where they are.)
 # Dropping a cell therefore leaves no trace: its column is free, and whoever takes it over writes every plane before
 # reading it. Nothing is ever cleared, but all begins as zeros, since a masked NaN would still poison a weighted sum.
@@ -155,9 +174,8 @@ class Cell:
 
 class Cache:
     def __init__(self, spec, recurrences: int, near: int, far: int):
-        plane = (near + far, spec.heads, spec.head_dim)
-        new = {"dtype": spec.dtype, "device": spec.device}
-        self.stages = [torch.zeros(layers, 2, planes, *plane, **new)        # [layers, keys and values, planes, columns, K, h]
+        plane, new = (near + far, spec.heads, spec.head_dim), {"dtype": spec.dtype, "device": spec.device}
+        self.stages = [torch.zeros(layers, 2, planes, *plane, **new)         # [layers, keys and values, planes, columns, K, h]
                        for layers, planes in ((spec.prelude, 1), (spec.core, recurrences), (spec.coda, 1))]
         self.layers = [layer for stage in self.stages for layer in stage]
         self.near, self.columns = near, near + far
@@ -168,10 +186,7 @@ class Cache:
 
     def open(self, cell: Cell) -> None:
         """A new cell sees what its parent sees, and itself."""
-        if cell.parent is None:
-            self.seen[cell.column] = -torch.inf
-        else:
-            self.seen[cell.column] = self.seen[cell.parent.column]
+        self.seen[cell.column] = self.seen[cell.parent.column] if cell.parent else -torch.inf
         self.seen[cell.column, cell.column] = 0
 
     def finish(self, cell: Cell) -> None:
@@ -195,46 +210,60 @@ class Cache:
         mask[:, :self.near - first] = self.seen[columns, first:]
         self.aim(depths, columns, first, mask)
 
+    def aim_in_order(self, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
+        """The next attend calls are for cells in flight, in bitwise mode: see section 5.
+
+        Every row gets the keys of its own text in position order, gathered, as a batch element with one query. Behind
+        the first len(cells) rows there are rows that only fill up.
+        """
+        length = -(-max(self.finished, *(cell.position + 1 for cell in cells)) // 64) * 64
+        place = torch.arange(length, device=columns.device)
+        order = (self.near + place).clamp(max=self.columns - 1).repeat(len(depths), 1)        # [rows, columns read]
+        for row, cell in enumerate(cells):
+            for ancestor in cell.lineage():
+                order[row, ancestor.position] = ancestor.column
+        planes = torch.tensor(depths, device=columns.device) * self.columns
+        self.grid = self.home = None
+        self.order, self.writes = order + planes[:, None], columns + planes
+        self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
+
     def aim(self, depths: list[int], columns: Tensor, first: int, mask: Tensor) -> None:
         """Row i writes column columns[i] of plane depths[i], and reads columns `first` and up through its mask."""
-        low, lines = min(depths), [[] for _ in range(min(depths), max(depths) + 1)]
-        for row, depth in enumerate(depths):
-            lines[depth - low].append(row)
-        length = max(map(len, lines))
-        self.planes = slice(low, low + len(lines))
-        self.reads = slice(first, self.near + self.finished)
-        self.grid = self.home = None
-        if len(lines) > 1:                             # short lines are filled up with row 0, whose result nobody reads
-            grid = [row for line in lines for row in line + [0] * (length - len(line))]
-            home = [0] * len(depths)                                         # where in the grid a row sits
-            for place, row in enumerate(grid):
-                if depths[row] - low == place // length:
-                    home[row] = place
+        low, lines, length = min(depths), max(depths) - min(depths) + 1, max(Counter(depths).values())
+        self.planes, self.reads = slice(low, low + lines), slice(first, self.near + self.finished)
+        self.order = self.grid = self.home = None
+        planes = low
+        if lines > 1:
+            home, taken = [], Counter()                # the place of each row in the grid
+            for depth in depths:
+                home.append((depth - low) * length + taken[depth])
+                taken[depth] += 1
+            grid = [0] * (lines * length)              # the row in each place; what is left repeats row 0, and nobody looks
+            for row, place in enumerate(home):
+                grid[place] = row
             self.grid, self.home, planes = torch.tensor(grid + home + depths, device=mask.device).split(
                 [len(grid), len(home), len(depths)])
             mask = mask[self.grid]
-        else:
-            planes = low
         self.writes = columns + planes * self.columns
-        self.mask = mask.view(len(lines), 1, length, -1)                     # [lines, 1, length, columns read]
+        self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
         stored = self.layers[layer]
-        for plane, new in zip(stored.flatten(1, 2), (k, v)):                 # [planes * columns, K, h]
-            plane[self.writes] = new
-        keys, values = stored[:, self.planes, self.reads].transpose(2, 3)    # [lines, K, columns read, h] each
+        flat = stored.flatten(1, 2)                                          # [2, planes * columns, K, h]
+        flat[0, self.writes], flat[1, self.writes] = k, v
+        read = stored[:, self.planes, self.reads] if self.order is None else flat[:, self.order]
+        keys, values = read.transpose(2, 3)                                  # [lines, K, columns read, h] each
         if self.grid is not None:
             q = q[self.grid]
         q = q.unflatten(0, (len(keys), -1)).transpose(1, 2)                  # [lines, H, length, h]
-        gqa = q.shape[1] != keys.shape[1]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=q.shape[1] != keys.shape[1])
         out = out.transpose(1, 2).flatten(0, 1)                              # [lines * length, H, h]
         return out if self.home is None else out[self.home]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 5. The wavefront
+# 4. The wavefront
 #
 # One rule makes every schedule: when a cell's prediction is read at depth k, its children become its n(k) likeliest
 # tokens. Children whose token is no longer among them are dropped with all their descendants; tokens not yet tried
@@ -244,22 +273,57 @@ class Cache:
 #     {1: 1}                   the published schedule: one draft, corrected only at depth T
 #     {1: 1, 2: 1, 3: 1}       early correction: a deeper prediction that differs replaces the draft at once
 #     {1: 2, 2: 2, 3: 1}       two candidates kept open until depth 3 settles it
+#
+# A token then costs the first depth from which it stays among its parent's candidates, to the end.
+
+
+@dataclass
+class Wave:
+    """One block call, as `on_call` sees it."""
+    call: int                  # 1, 2, ...
+    rows: list[Cell]           # as they are now: copies, since the cells themselves go on
+    committed: list[int]       # the tokens that this call made certain
+    tokens: list[int]          # all new tokens so far; the first comes from the prefill, before any call
+
+
+@dataclass
+class Result:
+    tokens: list[int] = field(default_factory=list)    # the new tokens, with the stop token if there was one
+    finish: str = ""                                   # "stop", "length" or "context"
+    calls: int = 0                                     # block calls after the prefill
+    rows: int = 0                                      # rows, summed over those calls
+    stats: dict[str, int] = field(default_factory=lambda: {
+        "drafted": 0,          # cells started before their parent was finished
+        "accepted": 0,         # tokens committed while their cell was already under way
+        "rejected": 0,         # tokens whose drafts were all wrong when the parent finished, and which started anew
+        "corrected_early": 0,  # predictions below depth T that dropped an earlier draft
+        "dropped_rows": 0,     # rows spent on cells that were dropped
+        "predict_calls": 0,    # calls of model.predict after the prefill
+        "cache_bytes": 0})     # keys and values, allocated
 
 
 PREFILL_ROWS = 512             # rows of a prefill call: bounds the memory for masks and activations
 
 
 class Wavefront:
-    def __init__(self, model, prompt: list[int], limit: int, eos_ids: set[int], candidates: dict[int, int], max_rows: int):
-        self.model, self.prompt, self.limit, self.eos_ids, self.max_rows = model, prompt, limit, eos_ids, max_rows
-        self.depth = model.recurrences
+    def __init__(self, model, prompt: list[int], limit: int, candidates: dict[int, int], *, max_rows: int, room: int,
+                 draft_depth: int = 0, lookup: int = 0, eos_ids: Collection[int] = (), sampling: Sampling | None = None,
+                 pad_rows: int | None = None):
+        self.model, self.limit, self.max_rows, self.lookup, self.sampling = model, limit, max_rows, lookup, sampling
+        self.depth, self.draft_depth, self.pad_rows = model.recurrences, draft_depth, pad_rows or 0
         self.candidates = {**candidates, self.depth: 1}
+        self.eos_ids, self.spec = set(eos_ids), model.kv_spec
         self.last = len(prompt) + limit - 2            # the last token is emitted, never fed: no cell stands behind this
-        self.spec = model.kv_spec
-        self.cache = Cache(self.spec, self.depth, near=2 * max_rows, far=self.last + 1)       # rows, and as many waiting
+        spare = 1 if pad_rows else 0                   # column 0, for the rows that only fill up
+        self.cache = Cache(self.spec, self.depth, near=room + spare, far=self.last + 1)
+        self.cache.free -= set(range(spare))
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.started: list[Cell] = []                  # to be embedded before the next call
         self.numbers = 0
+        self.text: list[int] = []                      # prompt and committed tokens
+        self.follows: dict[tuple[int, ...], int] = {}  # two to four tokens -> where the token behind them stands in the text
+        for token in prompt:
+            self.remember(token)
         self.result = Result()
         self.result.stats["cache_bytes"] = self.cache.bytes
 
@@ -272,7 +336,7 @@ class Wavefront:
         Recurrences are the outer loop, stretches of the prompt the inner one: at each recurrence a stretch attends to
         what the stretches before it stored at that recurrence. A coda needs every position's keys and values.
         """
-        model, cache, tokens = self.model, self.cache, self.tensor(self.prompt)
+        model, cache, tokens = self.model, self.cache, self.tensor(self.text)
         stretches = torch.arange(len(tokens), device=tokens.device).split(PREFILL_ROWS)
         e, x = [], []
         for positions in stretches:
@@ -287,58 +351,44 @@ class Wavefront:
             cache.aim_at_prompt(positions, 0)
             logits = model.predict(x[i], positions, cache, select=self.tensor([len(positions) - 1]))
         self.x, self.e = (t[0].new_zeros(cache.near, t[0].shape[-1]) for t in (x, e))         # of the cells in flight
-        [[(token, _)]] = read_predictions(logits, 1)
+        self.x[0], self.e[0] = x[0][0], e[0][0]                              # something finite for rows that only fill up
+        token = self.interpret(logits, [len(tokens)], 1)[0][0][0]
         if self.commit(token):
-            self.start(None, len(self.prompt), token, 1.0)
-
-    def commit(self, token: int) -> bool:
-        """Emit a token. True if the text goes on behind it."""
-        self.result.tokens.append(token)
-        if token in self.eos_ids:
-            self.result.finish = "stop"
-        elif len(self.result.tokens) == self.limit:
-            self.result.finish = "length"
-        return not self.result.finish
+            self.start(None, len(tokens), token, 1.0)
 
     def step(self, on_call: Callable[[Wave], None] | None) -> None:
         """One block call, and what follows from it."""
         self.embed_started()
         rows, before = self.choose_rows(), len(self.result.tokens)
-        x = self.advance(rows)
-        due = [row for row, cell in enumerate(rows) if cell.depth in self.candidates]
+        self.advance(rows)
+        due = [cell for cell in rows if cell.depth in self.candidates]
         if due:
-            self.read([rows[row] for row in due], x[due])
+            self.read(due)
         self.cells = [cell for cell in self.cells if cell.in_flight]
         if on_call:
-            on_call(Wave(self.result.calls, [
-                Row(cell.number, cell.parent and cell.parent.number, cell.position, cell.token, cell.depth, cell.event)
-                for cell in rows], self.result.tokens[before:], list(self.result.tokens)))
-
-    def advance(self, rows: list[Cell]) -> Tensor:
-        """The block call: every row does one recurrence, each at its own depth. Their new states, [rows, d]."""
-        columns, positions = self.aim(rows, [cell.depth for cell in rows], self.spec.core)
-        x = self.model.recur(self.x[columns], self.e[columns], positions, self.cache)
-        self.x[columns] = x
-        self.result.calls += 1
-        self.result.rows += len(rows)
-        for cell in rows:
-            cell.depth, cell.event = cell.depth + 1, "advanced"
-        return x
+            tokens = list(self.result.tokens)
+            on_call(Wave(self.result.calls, [copy.copy(cell) for cell in rows], tokens[before:], tokens))
 
     def embed_started(self) -> None:
         """Bring the new cells to depth 0."""
-        cells, self.started = self.started, []
-        self.cells += cells
-        if cells:
+        at_once = self.pad_rows or len(self.started)
+        while self.started:
+            cells, self.started = self.started[:at_once], self.started[at_once:]
+            self.cells += cells
             columns, positions = self.aim(cells, [0] * len(cells), self.spec.prelude)
-            e = self.model.embed(self.tensor([cell.token for cell in cells]), positions, self.cache)
-            self.e[columns], self.x[columns] = e, self.model.initial_state(e, positions)      # [rows, d]
+            tokens = self.tensor([cell.token for cell in cells] + self.text[:len(columns) - len(cells)])
+            e = self.model.embed(tokens, positions, self.cache)                               # [rows, d]
+            x = self.model.initial_state(e, positions)
+            self.e[columns[:len(cells)]], self.x[columns[:len(cells)]] = e[:len(cells)], x[:len(cells)]
 
     def choose_rows(self) -> list[Cell]:
         """The cells of the next call: all, or the max_rows on the likeliest paths. The others wait where they are.
 
         A path is never likelier than its beginning, so parents come before children and the staircase stays.
+        Draft-then-verify advances its youngest cell alone until it has drafted, and all together once none is young.
         """
+        if self.cells[-1].depth < self.draft_depth:
+            return self.cells[-1:]
         if len(self.cells) <= self.max_rows:
             return self.cells
         path = {}
@@ -349,23 +399,40 @@ class Wavefront:
 
     def aim(self, cells: list[Cell], depths: list[int], layers: int) -> tuple[Tensor, Tensor]:
         """Point the cache at these cells, if the model call that follows has layers. Their columns and positions."""
-        columns, positions = self.tensor([[cell.column for cell in cells], [cell.position for cell in cells]])
-        if layers:
+        filling = [0] * (self.pad_rows - len(cells))
+        columns, positions = self.tensor([[cell.column for cell in cells] + filling, [cell.position for cell in cells] + filling])
+        if layers and self.pad_rows:
+            self.cache.aim_in_order(cells, columns, depths + filling, positions)
+        elif layers:
             self.cache.aim_at_cells(columns, depths, first=min(cell.column for cell in self.cells))
         return columns, positions
 
-    def read(self, cells: list[Cell], x: Tensor) -> None:
-        """Read the predictions of these cells, parents first, and let the tree follow them. x [rows, d]."""
-        _, positions = self.aim(cells, [0] * len(cells), self.spec.coda)
-        logits = self.model.predict(x, positions, self.cache)                                 # [rows, V]
+    def advance(self, rows: list[Cell]) -> None:
+        """The block call: every row does one recurrence, each at its own depth."""
+        columns, positions = self.aim(rows, [cell.depth for cell in rows], self.spec.core)
+        x = self.model.recur(self.x[columns], self.e[columns], positions, self.cache)         # [rows, d]
+        self.x[columns[:len(rows)]] = x[:len(rows)]
+        self.result.calls += 1
+        self.result.rows += len(rows)
+        for cell in rows:
+            cell.depth, cell.event = cell.depth + 1, "advanced"
+
+    def read(self, cells: list[Cell]) -> None:
+        """Read the predictions of these cells, parents first, and let the tree follow them."""
+        columns, positions = self.aim(cells, [0] * len(cells), self.spec.coda)
+        logits = self.model.predict(self.x[columns], positions, self.cache)[:len(cells)]      # [rows, V]
         self.result.stats["predict_calls"] += 1
-        predictions = read_predictions(logits, max(self.candidates[cell.depth] for cell in cells))
+        predictions = self.interpret(logits, [cell.position + 1 for cell in cells], max(self.candidates[c.depth] for c in cells))
         for cell, ranked in zip(cells, predictions):
             if cell.in_flight and not self.result.finish:                    # a parent may just have dropped it
                 if cell.depth < self.depth:
                     self.draft(cell, dict(ranked[:self.candidates[cell.depth]]))
                 else:
                     self.verify(cell, ranked[0][0])
+
+    def interpret(self, logits: Tensor, positions: list[int], n: int) -> list[list[tuple[int, float]]]:
+        """The n best tokens for each of the predicted positions, with their probabilities."""
+        return read_predictions(self.sampling.scores(logits, positions) if self.sampling else logits, n)
 
     def draft(self, cell: Cell, candidates: dict[int, float]) -> None:
         """A prediction below depth T: the cell's children become its candidates, {token: probability}."""
@@ -378,16 +445,15 @@ class Wavefront:
         cell.tried_stop = not self.eos_ids.isdisjoint(candidates)
         tried = {child.token for child in cell.children}
         for token, probability in candidates.items():
-            if token not in tried | self.eos_ids and self.start(cell, cell.position + 1, token, probability):
-                self.result.stats["drafted"] += 1
+            if token not in tried and self.start(cell, cell.position + 1, token, probability):
                 cell.event = cell.event if dropped else "drafted"
 
     def verify(self, cell: Cell, token: int) -> None:
         """A prediction at depth T, under finished ancestors: the only place where a token becomes certain.
 
-        Say the cell of "the" is finished and predicts "lazy". Was "lazy" among its drafts, then that cell is now the
-        oldest, and climbs on. If there was only "tired", it is dropped with all that was built on it, and "lazy"
-        starts anew at depth 0.
+        Say the cell of "the" is finished and predicts "lazy". If "lazy" is among its drafts, then that cell is now the
+        oldest, and climbs on. If there is only "tired", it is dropped with all that was built on it, and "lazy" starts
+        anew at depth 0.
         """
         drafts = len(cell.children) + cell.tried_stop
         self.keep_children(cell, {token: 1.0})
@@ -404,13 +470,28 @@ class Wavefront:
                 cell.event = "corrected"
                 self.result.stats["rejected"] += 1
 
+    def commit(self, token: int) -> bool:
+        """Emit a token. True if the text goes on behind it."""
+        self.remember(token)
+        self.result.tokens.append(token)
+        if token in self.eos_ids:
+            self.result.finish = "stop"
+        elif len(self.result.tokens) == self.limit:
+            self.result.finish = "length"
+        return not self.result.finish
+
     def keep_children(self, cell: Cell, candidates: dict[int, float]) -> int:
-        """Drop the children whose token is no candidate, with all their descendants. How many there were."""
-        kept = [child for child in cell.children if child.token in candidates]
-        for child in kept:
-            child.probability = candidates[child.token]
+        """Drop the children whose token is no candidate, with all their descendants. How many there were.
+
+        A looked-up child is no less likely for not being predicted early: only depth T decides about it.
+        """
+        kept = []
         for child in cell.children:
-            for lost in child.family() if child not in kept else ():
+            if child.token in candidates or (child.looked_up and cell.depth < self.depth):
+                child.probability = candidates.get(child.token, child.probability)
+                kept.append(child)
+                continue
+            for lost in child.family():
                 lost.in_flight, lost.event = False, "dropped"
                 self.cache.free.add(lost.column)
                 self.result.stats["dropped_rows"] += lost.depth
@@ -418,48 +499,84 @@ class Wavefront:
         cell.children = kept
         return dropped
 
-    def start(self, parent: Cell | None, position: int, token: int, probability: float) -> bool:
-        """Start a cell, if there is room for it; otherwise the parent's next prediction tries again."""
-        if not self.cache.free:
+    def start(self, parent: Cell | None, position: int, token: int, probability: float, looked_up: bool = False) -> bool:
+        """Start a cell, if there is room for it; otherwise the parent's next prediction tries again.
+
+        With look-ahead, what followed the latest earlier occurrence of the text's last tokens starts with it.
+        """
+        if not self.cache.free or position > self.last or token in self.eos_ids:
             return False
         column = max(self.cache.free)                  # next to the far columns: few unused ones in between are read
         self.cache.free.remove(column)
-        cell = Cell(self.numbers, position, token, parent, column, probability)
+        cell = Cell(self.numbers, position, token, parent, column, probability, looked_up)
         self.numbers += 1
         self.cache.open(cell)
         self.started.append(cell)
         if parent:
             parent.children.append(cell)
+            self.result.stats["drafted"] += 1
+        if self.lookup and not looked_up:
+            for token in self.look_up(cell):
+                if not self.start(cell, cell.position + 1, token, 1.0, looked_up=True):
+                    break
+                cell = cell.children[-1]
         return True
+
+    def remember(self, token: int) -> None:
+        """Append a certain token to the text, and note what it follows."""
+        for n in (2, 3, 4):
+            self.follows[tuple(self.text[-n:])] = len(self.text)
+        self.text.append(token)
+
+    def look_up(self, cell: Cell) -> list[int]:
+        """What followed the last tokens before, up to `lookup` tokens: of the last four, else three, else two."""
+        text = self.text + [draft.token for draft in cell.lineage() if draft.position >= len(self.text)]
+        for n in (4, 3, 2):
+            if len(text) > n and tuple(text[-n:]) in self.follows:
+                place = self.follows[tuple(text[-n:])]
+                return text[place:place + self.lookup]
+        return []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 6. The decoders
+# 5. The decoders
+#
+# All are one scheduler with other settings. In bfloat16 their outputs may differ at near ties, since a matrix product
+# rounds differently for another number of rows. Bitwise mode (pad_rows) removes that: every matrix product has the
+# same number of rows, and attention treats each row alone, its keys in position order, their number rounded up to
+# a multiple of 64.
 
 
 @torch.inference_mode()
-def decode(model, prompt: list[int], max_new_tokens: int, eos_ids: Collection[int], candidates: dict[int, int],
-           max_rows: int, on_call: Callable[[Wave], None] | None) -> Result:
-    """All decoders are this one, with other candidates."""
+def decode(model, prompt: list[int], max_new_tokens: int, candidates: dict[int, int], *, max_rows: int, room: int,
+           draft_depth: int = 0, lookup: int = 0, eos_ids: Collection[int] = (), sampling: Sampling | None = None,
+           pad_rows: int | None = None, on_call: Callable[[Wave], None] | None = None) -> Result:
+    """What all decoders do, and the options that all of them take.
+
+    prompt: one or more token ids. Generation ends behind a token of eos_ids ("stop"), with max_new_tokens ("length"),
+    or where the model's context ends ("context"). sampling: None is greedy. pad_rows: bitwise mode, with this number
+    of rows in every call. on_call receives a Wave after every block call. Raises ValueError for arguments that make
+    no sense, and for logits that are not finite.
+    """
     depth, context = model.recurrences, model.context
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) and token >= 0 for token in prompt):
-        raise ValueError("prompt must be one list of one or more token ids (one prompt at a time)")
-    if len(prompt) > context:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
-    if depth < 1:
-        raise ValueError(f"model.recurrences must be 1 or more, not {depth}")
-    if max_rows < 1:
-        raise ValueError(f"max_rows must be 1 or more, not {max_rows}")
+    check(isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt),
+          "prompt must be one list of one or more token ids (one prompt at a time)")
+    vocab = getattr(model, "vocab", max(prompt) + 1)                         # a model may say how many tokens it knows
+    check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
+    check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
+    check(max_new_tokens >= 0, f"max_new_tokens must be 0 or more, not {max_new_tokens}")
+    check(depth >= 1, f"model.recurrences must be 1 or more, not {depth}")
+    check(max_rows >= 1, f"max_rows must be 1 or more, not {max_rows}")
+    check(lookup >= 0, f"lookup must be 0 or more, not {lookup}")
+    check(pad_rows is None or pad_rows >= max_rows, f"pad_rows must be at least the {max_rows} rows of a call, not {pad_rows}")
     for k, n in candidates.items():
-        if not 1 <= k <= depth or n < 1 or (k == depth and n > 1):
-            raise ValueError(f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {depth}, numbers from 1 up, "
-                             f"and depth {depth} has one candidate")
+        check(1 <= k <= depth and n >= 1 and (k < depth or n == 1), f"candidates {{{k}: {n}}} is not possible: depths go "
+              f"from 1 to {depth}, numbers from 1 up, and depth {depth} has one candidate")
     limit = min(max_new_tokens, context - len(prompt))
     if limit == 0:
         return Result(finish="length" if max_new_tokens == 0 else "context")
-    wave = Wavefront(model, prompt, limit, set(eos_ids), candidates, max_rows)
+    wave = Wavefront(model, prompt, limit, candidates, max_rows=max_rows, room=room, draft_depth=draft_depth, lookup=lookup,
+                     eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows)
     wave.prefill()
     while not wave.result.finish:
         wave.step(on_call)
@@ -468,24 +585,30 @@ def decode(model, prompt: list[int], max_new_tokens: int, eos_ids: Collection[in
     return wave.result
 
 
-def autoregressive(model, prompt: list[int], max_new_tokens: int, *, eos_ids: Collection[int] = (),
-                   on_call: Callable[[Wave], None] | None = None) -> Result:
-    """Plain greedy decoding: T block calls for a token. This is what every other decoder must reproduce.
+def autoregressive(model, prompt: list[int], max_new_tokens: int, **options) -> Result:
+    """Plain decoding: T block calls for a token. This is what the other decoders must reproduce. Options: see decode."""
+    return decode(model, prompt, max_new_tokens, {}, max_rows=1, room=1, **options)
 
-    prompt: one or more token ids. Generation ends behind a token of eos_ids ("stop"), with max_new_tokens ("length")
-    or where the model's context ends ("context"). on_call receives a Wave after every block call. Raises ValueError
-    for arguments that make no sense, and for logits that are not finite.
+
+def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_depth: int, draft_len: int, **options) -> Result:
+    """Self-speculation in two phases, the baseline of the paper: the tokens of `autoregressive`.
+
+    A round drafts draft_len tokens one after the other, each from draft_depth recurrences, then brings all its cells to
+    depth T together: (draft_len + 1) * draft_depth + T - draft_depth calls commit 1 to draft_len + 1 tokens.
     """
-    return decode(model, prompt, max_new_tokens, eos_ids, {}, 1, on_call)
+    check(draft_len >= 0, f"draft_len must be 0 or more, not {draft_len}")
+    return decode(model, prompt, max_new_tokens, {draft_depth: 1}, max_rows=draft_len + 1, room=draft_len + 1,
+                  draft_depth=draft_depth, **options)
 
 
 def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict[int, int] | None = None,
-              max_rows: int = 32, eos_ids: Collection[int] = (), on_call: Callable[[Wave], None] | None = None) -> Result:
+              max_rows: int = 32, lookup: int = 0, **options) -> Result:
     """Wavefront decoding: the tokens of `autoregressive`, in fewer block calls.
 
-    candidates maps a depth to the number of candidates that a prediction at that depth keeps open (section 5);
-    None takes model.candidates. max_rows bounds the rows of a call. The rest is as for `autoregressive`.
+    candidates maps a depth to the number of candidates that a prediction at that depth keeps open (section 4); None
+    takes model.candidates. max_rows bounds the rows of a call. lookup: how many tokens may be copied ahead from earlier
+    text when its last two tokens have occurred before.
     """
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
-    return decode(model, prompt, max_new_tokens, eos_ids, candidates, max_rows, on_call)
+    return decode(model, prompt, max_new_tokens, candidates, max_rows=max_rows, room=2 * max_rows, lookup=lookup, **options)

@@ -1,8 +1,9 @@
-"""Train the tiny checkpoint of tiny/ from a text file, and write it as an official-format snapshot.
+"""Train a tiny checkpoint from a text file, and write it as an official-format snapshot.
 
     python extras/train_tiny.py austen.txt tiny/ouro
+    python extras/train_tiny.py austen.txt tiny/huginn --family huginn
 
-Takes about an hour on two CPU cores. Prints the loss as it goes and, at the end, what `tiny/README.md` records:
+Takes the better part of an hour on two CPU cores. Prints the loss as it goes and, at the end, what `tiny/README.md` records:
 validation loss at every depth, and how often each depth's prediction is already that of the last.
 
 The text of the last pages is held out, and written to tiny/held_out.txt: prompts and losses come from there.
@@ -22,14 +23,29 @@ from safetensors import TensorSpec, serialize_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-from model import Config, FullAttention, Ouro  # noqa: E402
+from load_weights import FAMILIES  # noqa: E402
+from model import Config, FullAttention, Huginn, LoopedLM, Ouro  # noqa: E402
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]                # ids 0, 1, 2, as published
-CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 OURO = Config(width=256, heads=4, kv_heads=4, head_dim=64, ffn=704, vocab=2048, core=3, recurrences=4,
               context=16384, rope_theta=1e6, norm_eps=1e-6, tied=False)
+OURO_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]           # the first ids, as published
+OURO_CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 LOSS_WEIGHTS = (0.15, 0.2, 0.25, 0.4)                                    # of the four recurrences
+
+HUGINN = Config(width=256, heads=4, kv_heads=4, head_dim=64, ffn=704, vocab=2048, core=2, recurrences=32, prelude=1, coda=1,
+                context=16384, rope_theta=5e4, norm_eps=1e-6, tied=True, qk_bias=True, init_std=(2 / (5 * 256)) ** 0.5)
+HUGINN_SPECIAL = [f"<|{name}|>" for name in (                            # the last ids, as published
+    "begin_text end_text begin_header end_header end_turn pad fim_prefix fim_middle fim_suffix fim_pad ... del c_0 c_1 c_2 "
+    "c_3 c_4 c_5 c_6 c_7 c_8 c_9 ? & ! - + interrupt >>- -<< ->> <<-").split()]
+HUGINN_CHAT = ("{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|begin_header|>"
+               "{% if m['role'] in ['assistant', 'Huginn'] %}Huginn{% else %}{{ m['role'] }}{% endif %}<|end_header|>\n\n"
+               "{{ m['content'].strip() }}<|end_turn|>{% endfor %}"
+               "{% if add_generation_prompt %}<|begin_header|>Huginn<|end_header|>\n\n{% else %}<|end_text|>{% endif %}")
+MODEL_TYPES = {Ouro: "ouro", Huginn: "huginn_raven"}
+
+MEAN_RECURRENCE, BACKPROP = 8, 4                                         # drawn anew in every step; differentiated at the end
+
 BATCH, LENGTH = 8, 256                                                   # sequences in a step, tokens in a sequence
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 2e-3, 100, 0.1
 
@@ -43,37 +59,67 @@ def read_text(path: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def train_tokenizer(text: str, size: int) -> Tokenizer:
+def train_tokenizer(text: str, family: str) -> Tokenizer:
+    special, size = (OURO_SPECIAL, OURO.vocab) if family == "ouro" else ([], HUGINN.vocab - len(HUGINN_SPECIAL))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator([text], trainers.BpeTrainer(
-        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    if family == "huginn":
+        tokenizer.add_special_tokens(HUGINN_SPECIAL)
     return tokenizer
 
 
-def initialise(model: Ouro) -> None:
-    """Embeddings of spread 1 and small gains behind each sub-layer: otherwise the post-norms, whose gain of 1 is as
-    large as it is whatever a layer has to say, drown the token and the model hardly learns."""
+def new_model(family: str) -> LoopedLM:
+    """Fresh weights. What matters for an Ouro of this size: embeddings of spread 1 and small gains behind each sub-layer.
+    Otherwise the post-norms, whose gain of 1 is as large whatever a layer has to say, drown the token."""
+    model = Ouro(OURO) if family == "ouro" else Huginn(HUGINN)
     for name, p in model.named_parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=1.0 if name == "embedding.weight" else p.shape[1] ** -0.5)
-    for block in model.layers:
+        if name == "embedding.weight":
+            torch.nn.init.normal_(p, std=1.0 if family == "ouro" else HUGINN.init_std)
+        elif name.endswith("qk_bias"):
+            torch.nn.init.zeros_(p)
+        elif p.dim() == 2:
+            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    for block in model.layers if family == "ouro" else ():
         for norm in (block.norms[1], block.norms[3]):
             torch.nn.init.constant_(norm.weight, 0.3)
+    return model
 
 
-def logits_of(model: Ouro, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """tokens [batch, length] -> the logits after each recurrence, [batch * length, V] each."""
+def begin(model: LoopedLM, tokens: torch.Tensor):
+    """tokens [batch, length] -> the rows at depth 0: what embed gives, the states, the positions, their attention."""
     batch, length = tokens.shape
     positions, kv = torch.arange(length).repeat(batch), FullAttention(length)
     e = model.embed(tokens.flatten(), positions, kv)
-    x, logits = model.initial_state(e, positions), []
-    for _ in range(model.recurrences):
+    if isinstance(model, Huginn):                                        # other states in every step
+        x, sigma = torch.empty_like(e, dtype=torch.float32), model.config.init_std
+        x = torch.nn.init.trunc_normal_(x, std=sigma, a=-3 * sigma, b=3 * sigma) * model.config.width ** 0.5
+    else:
+        x = model.initial_state(e, positions)
+    return e, x, positions, kv
+
+
+def training_loss(model: LoopedLM, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Ouro: the loss after every recurrence, weighted. Huginn: the loss after a random number of them."""
+    e, x, positions, kv = begin(model, tokens)
+    if isinstance(model, Ouro):
+        loss = 0.0
+        for weight in LOSS_WEIGHTS:
+            x = model.recur(x, e, positions, kv)
+            loss = loss + weight * F.cross_entropy(model.predict(x, positions, kv), target)
+        return loss
+    spread = 0.5                                                         # log-normal Poisson, as published
+    rate = torch.exp(torch.randn(()) * spread + math.log(MEAN_RECURRENCE - 1) - spread ** 2 / 2)
+    steps = 1 + int(torch.poisson(rate))
+    with torch.no_grad():
+        for _ in range(steps - BACKPROP):
+            x = model.recur(x, e, positions, kv)
+    for _ in range(min(steps, BACKPROP)):
         x = model.recur(x, e, positions, kv)
-        logits.append(model.predict(x, positions, kv))
-    return logits
+    return F.cross_entropy(model.predict(x, positions, kv), target)
 
 
 def sequences(ids: torch.Tensor, start: int) -> torch.Tensor:
@@ -82,26 +128,30 @@ def sequences(ids: torch.Tensor, start: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Ouro, ids: torch.Tensor) -> list[tuple[float, float]]:
+def evaluate(model: LoopedLM, ids: torch.Tensor) -> str:
     """Per depth: mean next-token loss in nats, and the share of positions predicted as at the last depth."""
-    totals = torch.zeros(model.recurrences, 2)
+    depths = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if k <= model.recurrences]
+    losses, best = {k: 0.0 for k in depths}, {k: [] for k in depths}
     rows = sequences(ids, 0)
     for batch in rows.split(BATCH):
-        logits = logits_of(model, batch[:, :-1])
-        best = [step.argmax(-1) for step in logits]
-        for depth, step in enumerate(logits):
-            totals[depth, 0] += F.cross_entropy(step, batch[:, 1:].flatten(), reduction="sum")
-            totals[depth, 1] += (best[depth] == best[-1]).sum()
-    return (totals / (len(rows) * LENGTH)).tolist()
+        e, x, positions, kv = begin(model, batch[:, :-1])
+        for k in range(1, model.recurrences + 1):
+            x = model.recur(x, e, positions, kv)
+            if k in depths:
+                logits = model.predict(x, positions, kv)
+                losses[k] += F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").item() / (len(rows) * LENGTH)
+                best[k].append(logits.argmax(-1))
+    last = torch.cat(best[model.recurrences])
+    return ", ".join(f"{k}: {losses[k]:.3f} {(torch.cat(best[k]) == last).float().mean():.1%}" for k in depths)
 
 
-def train(model: Ouro, ids: torch.Tensor, held_out: torch.Tensor, passes: int) -> None:
+def train(model: LoopedLM, ids: torch.Tensor, held_out: torch.Tensor, passes: int) -> None:
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
                                   lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     per_pass = (len(ids) - LENGTH - 1) // LENGTH // BATCH
-    steps, step, begin = passes * per_pass, 0, time.time()
+    steps, step, start, mean = passes * per_pass, 0, time.time(), None
     for _ in range(passes):
         rows = sequences(ids, int(torch.randint(LENGTH, ())))            # other boundaries in every pass
         for chosen in torch.randperm(len(rows))[:per_pass * BATCH].split(BATCH):
@@ -109,42 +159,28 @@ def train(model: Ouro, ids: torch.Tensor, held_out: torch.Tensor, passes: int) -
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, 1 - step / steps)
             with torch.autocast("cpu", torch.bfloat16):
-                logits = logits_of(model, batch[:, :-1])
-            target = batch[:, 1:].flatten()
-            losses = [F.cross_entropy(x, target) for x in logits]
-            sum(w * loss for w, loss in zip(LOSS_WEIGHTS, losses)).backward()
+                loss = training_loss(model, batch[:, :-1], batch[:, 1:].flatten())
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
             if step % 50 == 0:
-                print(f"step {step}/{steps}  loss " + " ".join(f"{loss.item():.3f}" for loss in losses)
-                      + f"  {(time.time() - begin) / step:.2f} s a step", flush=True)
-        print(f"pass {step / per_pass:.0f}  held out, per depth (loss, agreement with the last): "
-              + ", ".join(f"{loss:.3f} {same:.1%}" for loss, same in evaluate(model, held_out)), flush=True)
+                print(f"step {step}/{steps}  loss {mean:.3f}  {(time.time() - start) / step:.2f} s a step", flush=True)
+        print(f"pass {step / per_pass:.0f}  held out, depth: loss, agreement with the last:  {evaluate(model, held_out)}", flush=True)
 
 
-def tensors_of(model: Ouro) -> dict[str, torch.Tensor]:
-    """The parameters under their published names."""
-    out = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.final_norm.weight,
-           "lm_head.weight": model.head.weight,
-           "model.early_exit_gate.weight": torch.zeros(1, model.config.width), "model.early_exit_gate.bias": torch.zeros(1)}
-    for i, block in enumerate(model.layers):
-        layer = f"model.layers.{i}."
-        for name, part in zip("qkv", block.qkv.weight.chunk(3)):
-            out[f"{layer}self_attn.{name}_proj.weight"] = part
-        for name, part in zip(("gate", "up"), block.gate_up.weight.chunk(2)):
-            out[f"{layer}mlp.{name}_proj.weight"] = part
-        out[layer + "self_attn.o_proj.weight"] = block.attention_out.weight
-        out[layer + "mlp.down_proj.weight"] = block.down.weight
-        for name, norm in zip(("input_layernorm", "input_layernorm_2", "post_attention_layernorm",
-                               "post_attention_layernorm_2"), block.norms):
-            out[f"{layer}{name}.weight"] = norm.weight
+def published_tensors(model: LoopedLM) -> dict[str, torch.Tensor]:
+    """The parameters under their published names, in their published pieces."""
+    names, out = FAMILIES[MODEL_TYPES[type(model)]][2](model.config), {}
+    for ours, parameter in model.named_parameters():
+        sizes = [math.prod(shape) for _, shape in names[ours]]
+        for (theirs, shape), piece in zip(names[ours], parameter.detach().flatten().split(sizes)):
+            out[theirs] = piece.view(shape)
+    if isinstance(model, Ouro):                                          # published, never used: full depth is full depth
+        out["model.early_exit_gate.weight"], out["model.early_exit_gate.bias"] = torch.zeros(1, model.config.width), torch.zeros(1)
     return out
-
-
-def write_json(path: pathlib.Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: pathlib.Path) -> None:
@@ -155,43 +191,62 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: pathlib.Path) -> None:
     serialize_file(specs, str(file), {"format": "pt"})
 
 
-def write_snapshot(model: Ouro, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+def write_json(path: pathlib.Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_snapshot(model: LoopedLM, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     """config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json."""
-    c = model.config
-    write_json(folder / "config.json", {
-        "architectures": ["OuroForCausalLM"], "model_type": "ouro", "bos_token_id": 0, "eos_token_id": 0,
-        "head_dim": c.head_dim, "hidden_act": "silu", "hidden_size": c.width, "intermediate_size": c.ffn,
-        "max_position_embeddings": c.context, "num_attention_heads": c.heads, "num_hidden_layers": c.core,
-        "num_key_value_heads": c.kv_heads, "rms_norm_eps": c.norm_eps, "rope_scaling": None, "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tied, "torch_dtype": "bfloat16", "total_ut_steps": c.recurrences,
-        "early_exit_threshold": 1.0, "use_sliding_window": False, "vocab_size": c.vocab})
-    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+    c, id_of = model.config, tokenizer.token_to_id
+    if isinstance(model, Ouro):
+        special, chat, roles = OURO_SPECIAL, OURO_CHAT, dict.fromkeys(("bos", "eos", "pad", "unk"), 0)
+        config = {
+            "architectures": ["OuroForCausalLM"], "model_type": "ouro", "bos_token_id": 0, "eos_token_id": 0,
+            "head_dim": c.head_dim, "hidden_act": "silu", "hidden_size": c.width, "intermediate_size": c.ffn,
+            "max_position_embeddings": c.context, "num_attention_heads": c.heads, "num_hidden_layers": c.core,
+            "num_key_value_heads": c.kv_heads, "rms_norm_eps": c.norm_eps, "rope_scaling": None, "rope_theta": c.rope_theta,
+            "tie_word_embeddings": c.tied, "torch_dtype": "bfloat16", "total_ut_steps": c.recurrences,
+            "early_exit_threshold": 1.0, "use_sliding_window": False, "vocab_size": c.vocab}
+        generation = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    else:
+        special, chat, roles = HUGINN_SPECIAL, HUGINN_CHAT, {"bos": 0, "eos": 1, "pad": 5}
+        config = {
+            "architectures": ["RavenForCausalLM"], "model_type": "huginn_raven", "bias": False, "block_size": c.context,
+            "head_dim": c.head_dim, "init_values": {"std": c.init_std}, "injection_type": "linear",
+            "intermediate_size": c.ffn, "mean_recurrence": c.recurrences, "n_embd": c.width, "n_heads": c.heads,
+            "n_layers": c.prelude + c.core + c.coda, "n_layers_in_coda": c.coda, "n_layers_in_prelude": c.prelude,
+            "n_layers_in_recurrent_block": c.core, "nonlin_name": "SiLU", "norm_eps": c.norm_eps,
+            "num_key_value_heads": c.kv_heads, "padded_vocab_size": c.vocab, "qk_bias": True, "rope_base": c.rope_theta,
+            "test_time_noise": 0, "tie_embeddings": c.tied, "torch_dtype": "bfloat16", "vocab_size": c.vocab}
+        generation = {"bos_token_id": id_of(special[0]), "eos_token_id": [id_of(special[1]), id_of(special[4])],
+                      "pad_token_id": id_of(special[5])}
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", generation)
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     write_json(folder / "tokenizer_config.json", {
-        "added_tokens_decoder": {str(i): {"content": s, **flags} for i, s in enumerate(SPECIAL)},
-        "additional_special_tokens": SPECIAL[1:], "bos_token": SPECIAL[0], "eos_token": SPECIAL[0],
-        "pad_token": SPECIAL[0], "unk_token": SPECIAL[0], "chat_template": CHAT, "clean_up_tokenization_spaces": False,
-        "model_max_length": c.context, "tokenizer_class": "GPT2Tokenizer"})
+        "added_tokens_decoder": {str(id_of(word)): {"content": word, **flags} for word in special},
+        **{f"{role}_token": special[i] for role, i in roles.items()}, "chat_template": chat,
+        "clean_up_tokenization_spaces": False, "model_max_length": c.context, "tokenizer_class": "PreTrainedTokenizerFast"})
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_tensors({name: t.detach().to(torch.bfloat16) for name, t in tensors_of(model).items()}, folder / "model.safetensors")
+    save_tensors({name: t.to(torch.bfloat16) for name, t in published_tensors(model).items()}, folder / "model.safetensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("text", help="a UTF-8 text file of a few megabytes")
     parser.add_argument("folder", help="where the snapshot goes")
+    parser.add_argument("--family", choices=("ouro", "huginn"), default="ouro")
     parser.add_argument("--passes", type=int, default=8, help="times the text is read")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
 
     text, held_out = read_text(options.text)
-    tokenizer = train_tokenizer(text, OURO.vocab)
+    tokenizer = train_tokenizer(text, options.family)
     ids, held_out_ids = (torch.tensor(tokenizer.encode(t).ids) for t in (text, held_out))
-    model = Ouro(OURO)
-    initialise(model)
+    model = new_model(options.family)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; {len(ids)} tokens to train on, "
-          f"{len(held_out_ids)} held out; before training, a loss of {math.log(OURO.vocab):.2f} is chance", flush=True)
+          f"{len(held_out_ids)} held out; before training, a loss of {math.log(model.vocab):.2f} is chance", flush=True)
     train(model, ids, held_out_ids, options.passes)
 
     folder = pathlib.Path(options.folder)
