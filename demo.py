@@ -39,6 +39,14 @@ def parse_candidates(text: str) -> dict[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form DEPTH:NUMBER,DEPTH:NUMBER") from None
 
 
+def parse_device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device of this machine ({str(error).splitlines()[0]})") from None
+    return text
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], argument_default=argparse.SUPPRESS)
     parser.add_argument("--model", metavar="PATH_OR_ID", default=TINY / "ouro",
@@ -57,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, metavar="K", default=0, help="sample from the K best tokens (default: all)")
     parser.add_argument("--top-p", type=float, metavar="P", default=1.0, help="sample from this share of probability")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of sampling and of Huginn's initial states")
-    parser.add_argument("--device", metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=parse_device, metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--bench", nargs="?", const="loaded", choices=("loaded", *SHAPES), metavar="SHAPE",
                         help=f"compare all methods on the model, or tell what to expect of {', '.join(SHAPES)}")
@@ -150,11 +158,11 @@ def ladder(depth: int) -> list[int]:
 
 def methods(model: LoopedLM, prompts: list[list[int]]) -> dict[str, partial]:
     """The decoders to compare. The baselines get the settings that need the fewest calls on a few of the prompts."""
-    def fewest(settings):
-        return min(settings, key=lambda s: sum(partial(*s[:1], model, **s[1])(p, 60).calls for p in prompts[:3]))
+    def fewest(decode, settings):
+        return min(settings, key=lambda setting: sum(decode(model, prompt, 80, **setting).calls for prompt in prompts[::3]))
     depths = ladder(model.recurrences)
-    _, drafting = fewest([(draft_then_verify, {"draft_depth": d, "draft_len": n}) for d in depths for n in (1, 2, 3, 4, 6, 8)])
-    _, published = fewest([(wavefront, {"candidates": {d: 1}}) for d in depths])
+    drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths for n in (1, 2, 3, 4, 6)])
+    published = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])
     [d] = published["candidates"]
     wide = {depths[0]: 4, **dict.fromkeys(depths[1:], 2)}
     return {

@@ -211,8 +211,7 @@ FAMILIES = {"ouro": (Ouro, ouro_config, ouro_names), "huginn_raven": (Huginn, hu
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def load_model(folder: Path, device: str, dtype: torch.dtype | None) -> LoopedLM:
-    settings = Settings(folder / "config.json")
+def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype | None) -> LoopedLM:
     family = settings.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"{settings.file}: model_type is {family!r}, but only {', '.join(FAMILIES)} can be loaded")
@@ -415,8 +414,8 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     if init_state not in ("noise", "zeros"):
         raise ValueError(f"init_state must be 'noise' or 'zeros', not {init_state!r}")
     folder = find_snapshot(path)
-    tokenizer = ChatTokenizer(folder)
-    model = load_model(folder, device, dtype)
+    settings, tokenizer = Settings(folder / "config.json"), ChatTokenizer(folder)
+    model = load_model(folder, settings, device, dtype)
     if model.embedding.weight.dtype == torch.float16:
         warnings.warn("looped models overflow in float16; load with dtype=torch.bfloat16 or torch.float32", stacklevel=2)
     if (largest := max(tokenizer.tokenizer.get_vocab().values())) >= model.vocab:

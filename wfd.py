@@ -174,8 +174,8 @@ class Cell:
 
 class Cache:
     def __init__(self, spec, recurrences: int, near: int, far: int):
-        plane, new = (near + far, spec.heads, spec.head_dim), {"dtype": spec.dtype, "device": spec.device}
-        self.stages = [torch.zeros(layers, 2, planes, *plane, **new)         # [layers, keys and values, planes, columns, K, h]
+        plane, new = (spec.heads, near + far, spec.head_dim), {"dtype": spec.dtype, "device": spec.device}
+        self.stages = [torch.zeros(layers, 2, planes, *plane, **new)         # [layers, keys and values, planes, K, columns, h]
                        for layers, planes in ((spec.prelude, 1), (spec.core, recurrences), (spec.coda, 1))]
         self.layers = [layer for stage in self.stages for layer in stage]
         self.near, self.columns = near, near + far
@@ -192,7 +192,7 @@ class Cache:
     def finish(self, cell: Cell) -> None:
         """Copy a cell's column to its place among the finished positions; descendants read it there from now on."""
         for stage in self.stages:
-            stage[:, :, :, self.near + cell.position] = stage[:, :, :, cell.column]
+            stage[..., self.near + cell.position, :] = stage[..., cell.column, :]
         self.seen[:, cell.column] = -torch.inf
         self.free.add(cell.column)
         self.finished = cell.position + 1
@@ -222,38 +222,41 @@ class Cache:
         for row, cell in enumerate(cells):
             for ancestor in cell.lineage():
                 order[row, ancestor.position] = ancestor.column
-        planes = torch.tensor(depths, device=columns.device) * self.columns
+        planes = torch.tensor(depths, device=columns.device)
         self.grid = self.home = None
-        self.order, self.writes = order + planes[:, None], columns + planes
+        self.order, self.writes = (planes[:, None], order), (planes, columns)
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
 
     def aim(self, depths: list[int], columns: Tensor, first: int, mask: Tensor) -> None:
         """Row i writes column columns[i] of plane depths[i], and reads columns `first` and up through its mask."""
         low, lines, length = min(depths), max(depths) - min(depths) + 1, max(Counter(depths).values())
+        if mask.dtype.itemsize == 2:                   # a single query a line takes CPUs three times as long in half precision
+            length = max(length, 2)
+        home, taken = [], Counter()                    # the place of each row in the grid
+        for depth in depths:
+            home.append((depth - low) * length + taken[depth])
+            taken[depth] += 1
+        grid = [0] * (lines * length)                  # the row in each place; what is left repeats row 0, and nobody looks
+        for row, place in enumerate(home):
+            grid[place] = row
+        planes, home, grid = torch.tensor(depths + home + grid, device=mask.device).split([len(depths), len(home), len(grid)])
+        self.home, self.grid, self.order = (home, grid, None) if len(grid) > len(depths) or lines > 1 else (None, None, None)
+        if self.grid is not None:
+            mask = mask[grid]
         self.planes, self.reads = slice(low, low + lines), slice(first, self.near + self.finished)
-        self.order = self.grid = self.home = None
-        planes = low
-        if lines > 1:
-            home, taken = [], Counter()                # the place of each row in the grid
-            for depth in depths:
-                home.append((depth - low) * length + taken[depth])
-                taken[depth] += 1
-            grid = [0] * (lines * length)              # the row in each place; what is left repeats row 0, and nobody looks
-            for row, place in enumerate(home):
-                grid[place] = row
-            self.grid, self.home, planes = torch.tensor(grid + home + depths, device=mask.device).split(
-                [len(grid), len(home), len(depths)])
-            mask = mask[self.grid]
-        self.writes = columns + planes * self.columns
+        self.writes = planes, columns
         self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
-        stored = self.layers[layer]
-        flat = stored.flatten(1, 2)                                          # [2, planes * columns, K, h]
-        flat[0, self.writes], flat[1, self.writes] = k, v
-        read = stored[:, self.planes, self.reads] if self.order is None else flat[:, self.order]
-        keys, values = read.transpose(2, 3)                                  # [lines, K, columns read, h] each
+        stored, (planes, columns) = self.layers[layer], self.writes          # [2, planes, K, columns, h]
+        for kept, new in zip(stored, (k, v)):
+            kept[planes, :, columns] = new
+        if self.order is None:
+            keys, values = stored[:, self.planes, :, self.reads]             # [lines, K, columns read, h] each
+        else:
+            planes, columns = self.order
+            keys, values = (kept[planes, :, columns].transpose(1, 2) for kept in stored)
         if self.grid is not None:
             q = q[self.grid]
         q = q.unflatten(0, (len(keys), -1)).transpose(1, 2)                  # [lines, H, length, h]
@@ -376,7 +379,7 @@ class Wavefront:
             cells, self.started = self.started[:at_once], self.started[at_once:]
             self.cells += cells
             columns, positions = self.aim(cells, [0] * len(cells), self.spec.prelude)
-            tokens = self.tensor([cell.token for cell in cells] + self.text[:len(columns) - len(cells)])
+            tokens = self.tensor([cell.token for cell in cells] + self.text[:1] * (len(columns) - len(cells)))
             e = self.model.embed(tokens, positions, self.cache)                               # [rows, d]
             x = self.model.initial_state(e, positions)
             self.e[columns[:len(cells)]], self.x[columns[:len(cells)]] = e[:len(cells)], x[:len(cells)]

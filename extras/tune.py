@@ -5,7 +5,7 @@
 
 Every schedule returns the same tokens; what differs is the number of block calls and of rows in them. Both are counted
 exactly, by decoding a few texts. Multiplied by the time of a call of so many rows, and of a reading, they predict the
-seconds per token. The search starts from the best single draft depth and changes one number of candidates, or
+seconds per token. The search starts from the best of a few plain schedules, and changes one number of candidates, or
 max_rows, at a time for as long as that helps.
 """
 
@@ -61,7 +61,8 @@ def search(counted: Counted, times: dict[int, tuple[float, float]]) -> tuple[dic
 
     def cost(schedule):
         return seconds(counted(*schedule), times)
-    best = min((({d: 1}, 32) for d in depths), key=cost)
+    starts = [{d: 1} for d in depths] + [dict.fromkeys(depths, n) for n in (1, 2)] + [{**dict.fromkeys(depths, 1), 1: 2, 2: 2}]
+    best = min(((candidates, rows) for candidates in starts for rows in (8, 32)), key=cost)
     while True:
         candidates, max_rows = best
         others = [({k: n for k, n in (candidates | {d: number}).items() if n}, max_rows)
