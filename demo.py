@@ -9,6 +9,7 @@ Exit status: 0; 1 when the tokens differ from plain decoding; 2 for bad input; 1
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -79,7 +80,7 @@ def load_model(options: argparse.Namespace):
         if options.recurrences > model.recurrences:
             note = f" (more than the {model.recurrences} it was trained for)"
         model.recurrences = options.recurrences
-    print(f"{options.model}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
+    print(f"{os.path.relpath(options.model) if Path(options.model).is_dir() else options.model}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
     return model, tokenizer
 
 
