@@ -382,10 +382,10 @@ def test_look_ahead_commits_several_tokens_in_a_call():
 
 
 def test_look_ahead_takes_what_followed_the_longest_match():
-    wave = wfd.Wavefront(random_model("ouro", random.Random(8)), [9, 1, 2, 3, 5, 6, 1, 2, 4, 9, 1, 2], 10, {}, max_rows=4, room=4,
+    wave = wfd.Wavefront(random_model("ouro", random.Random(8)), [0, 1, 2, 3, 5, 6, 1, 2, 4, 0, 1, 2], 10, {}, max_rows=4, room=4,
                          lookup=3)
     root = wfd.Cell(0, 12, 3, None, 0, 1.0, False)
-    assert wave.look_up(wfd.Cell(0, 11, 2, None, 0, 1.0, False)) == [3, 5, 6]    # 9 1 2, rather than the later 1 2
+    assert wave.look_up(wfd.Cell(0, 11, 2, None, 0, 1.0, False)) == [3, 5, 6]    # 0 1 2, rather than the later 1 2
     assert wave.look_up(root) == [5, 6, 1] and wave.look_up(wfd.Cell(1, 13, 5, root, 0, 1.0, False)) == [6, 1, 2]
     assert wave.look_up(wfd.Cell(1, 13, 6, root, 0, 1.0, False)) == []
 

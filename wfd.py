@@ -308,30 +308,51 @@ class Result:
 PREFILL_ROWS = 512             # rows of a prefill call: bounds the memory for masks and activations
 
 
+@dataclass
 class Wavefront:
-    def __init__(self, model, prompt: list[int], limit: int, candidates: dict[int, int], *, max_rows: int, room: int,
-                 draft_depth: int = 0, lookup: int = 0, eos_ids: Collection[int] = (), sampling: Sampling | None = None,
-                 pad_rows: int | None = None):
-        self.model, self.limit, self.max_rows, self.lookup, self.sampling = model, limit, max_rows, lookup, sampling
-        self.depth, self.draft_depth, self.pad_rows = model.recurrences, draft_depth, pad_rows or 0
-        self.candidates = {**candidates, self.depth: 1}
-        self.eos_ids, self.spec = set(eos_ids), model.kv_spec
-        self.last = len(prompt) + limit - 2            # the last token is emitted, never fed: no cell stands behind this
-        spare = 1 if pad_rows else 0                   # column 0, for the rows that only fill up
-        self.cache = Cache(self.spec, self.depth, near=room + spare, far=self.last + 1)
-        self.cache.free -= set(range(spare))
+    """One generation: what it is asked for, and the cells in flight. The decoders below explain the settings."""
+    model: object
+    prompt: list[int]
+    max_new_tokens: int
+    candidates: dict[int, int]
+    max_rows: int              # of a call
+    room: int                  # cells in flight, waiting ones included
+    draft_depth: int = 0       # of draft-then-verify; 0: everything advances
+    lookup: int = 0
+    eos_ids: Collection[int] = ()
+    sampling: Sampling | None = None
+    pad_rows: int | None = None
+
+    def __post_init__(self):
+        model, prompt, new = self.model, self.prompt, self.max_new_tokens
+        self.depth, self.spec, self.eos_ids, context = model.recurrences, model.kv_spec, set(self.eos_ids), model.context
+        check(isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt),
+              "prompt must be one list of one or more token ids (one prompt at a time)")
+        vocab = getattr(model, "vocab", max(prompt) + 1)                     # a model may say how many tokens it knows
+        check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
+        check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
+        check(new >= 0, f"max_new_tokens must be 0 or more, not {new}")
+        check(self.depth >= 1, f"model.recurrences must be 1 or more, not {self.depth}")
+        check(self.max_rows >= 1, f"max_rows must be 1 or more, not {self.max_rows}")
+        check(self.lookup >= 0, f"lookup must be 0 or more, not {self.lookup}")
+        check(self.pad_rows is None or self.pad_rows >= self.max_rows,
+              f"pad_rows must be at least the {self.max_rows} rows of a call, not {self.pad_rows}")
+        for k, n in self.candidates.items():
+            check(1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1), f"candidates {{{k}: {n}}} is not possible: "
+                  f"depths go from 1 to {self.depth}, numbers from 1 up, and depth {self.depth} has one candidate")
+        self.candidates = {**self.candidates, self.depth: 1}
+        self.limit = min(new, context - len(prompt))
+        self.limit_is = "length" if self.limit == new else "context"
+        self.last = len(prompt) + self.limit - 2       # the last token is emitted, never fed: no cell stands behind this
+        self.result = Result(finish="" if self.limit else self.limit_is)
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.started: list[Cell] = []                  # to be embedded before the next call
         self.numbers = 0
+        self.tensor = functools.partial(torch.tensor, device=self.spec.device)
         self.text: list[int] = []                      # prompt and committed tokens
         self.follows: dict[tuple[int, ...], int] = {}  # two to four tokens -> where the token behind them stands in the text
         for token in prompt:
             self.remember(token)
-        self.result = Result()
-        self.result.stats["cache_bytes"] = self.cache.bytes
-
-    def tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, device=self.spec.device)
 
     def prefill(self) -> None:
         """The whole prompt through all T recurrences. The prediction behind it is the first token.
@@ -339,7 +360,11 @@ class Wavefront:
         Recurrences are the outer loop, stretches of the prompt the inner one: at each recurrence a stretch attends to
         what the stretches before it stored at that recurrence. A coda needs every position's keys and values.
         """
-        model, cache, tokens = self.model, self.cache, self.tensor(self.text)
+        spare = 1 if self.pad_rows else 0              # column 0, for the rows that only fill up
+        self.cache = cache = Cache(self.spec, self.depth, near=self.room + spare, far=self.last + 1)
+        cache.free -= set(range(spare))
+        self.result.stats["cache_bytes"] = cache.bytes
+        model, tokens = self.model, self.tensor(self.text)
         stretches = torch.arange(len(tokens), device=tokens.device).split(PREFILL_ROWS)
         e, x = [], []
         for positions in stretches:
@@ -402,7 +427,7 @@ class Wavefront:
 
     def aim(self, cells: list[Cell], depths: list[int], layers: int) -> tuple[Tensor, Tensor]:
         """Point the cache at these cells, if the model call that follows has layers. Their columns and positions."""
-        filling = [0] * (self.pad_rows - len(cells))
+        filling = [0] * ((self.pad_rows or 0) - len(cells))
         columns, positions = self.tensor([[cell.column for cell in cells] + filling, [cell.position for cell in cells] + filling])
         if layers and self.pad_rows:
             self.cache.aim_in_order(cells, columns, depths + filling, positions)
@@ -427,51 +452,48 @@ class Wavefront:
         self.result.stats["predict_calls"] += 1
         predictions = self.interpret(logits, [cell.position + 1 for cell in cells], max(self.candidates[c.depth] for c in cells))
         for cell, ranked in zip(cells, predictions):
-            if cell.in_flight and not self.result.finish:                    # a parent may just have dropped it
-                if cell.depth < self.depth:
-                    self.draft(cell, dict(ranked[:self.candidates[cell.depth]]))
-                else:
-                    self.verify(cell, ranked[0][0])
+            if cell.in_flight and not self.result.finish:                    # an ancestor may just have dropped it
+                self.follow(cell, dict(ranked[:self.candidates[cell.depth]]))
 
     def interpret(self, logits: Tensor, positions: list[int], n: int) -> list[list[tuple[int, float]]]:
         """The n best tokens for each of the predicted positions, with their probabilities."""
         return read_predictions(self.sampling.scores(logits, positions) if self.sampling else logits, n)
 
-    def draft(self, cell: Cell, candidates: dict[int, float]) -> None:
-        """A prediction below depth T: the cell's children become its candidates, {token: probability}."""
-        dropped = self.keep_children(cell, candidates)
-        if dropped:
-            cell.event = "corrected"
-            self.result.stats["corrected_early"] += 1
-        if cell.position == self.last:
-            return
-        cell.tried_stop = not self.eos_ids.isdisjoint(candidates)
-        tried = {child.token for child in cell.children}
-        for token, probability in candidates.items():
-            if token not in tried and self.start(cell, cell.position + 1, token, probability):
-                cell.event = cell.event if dropped else "drafted"
+    def follow(self, cell: Cell, candidates: dict[int, float]) -> None:
+        """The rule above, for one prediction {token: probability}. At depth T it is the only place where a token is committed.
 
-    def verify(self, cell: Cell, token: int) -> None:
-        """A prediction at depth T, under finished ancestors: the only place where a token becomes certain.
-
-        Say the cell of "the" is finished and predicts "lazy". If "lazy" is among its drafts, then that cell is now the
-        oldest, and climbs on. If there is only "tired", it is dropped with all that was built on it, and "lazy" starts
-        anew at depth 0.
+        Say the prediction is "lazy". If the cell's child was started from "tired", the child is dropped with all that was
+        built on it, and "lazy" starts at depth 0. If it was started from "lazy", it climbs on, at depth T as the oldest.
         """
-        drafts = len(cell.children) + cell.tried_stop
-        self.keep_children(cell, {token: 1.0})
-        self.cache.finish(cell)
-        cell.in_flight, cell.event = False, "verified"
-        if not self.commit(token):
-            return
+        final, stats, tried = cell.depth == self.depth, self.result.stats, {child.token for child in cell.children}
+        drafts = len(tried) + cell.tried_stop
         for child in cell.children:
-            child.parent = None
-            self.result.stats["accepted"] += 1
-        if not cell.children:
-            self.start(None, cell.position + 1, token, 1.0)
-            if drafts:
+            if child.token in candidates:
+                child.probability = candidates[child.token]
+            elif final or not child.looked_up:         # only depth T decides about what was looked up
+                for lost in child.family():
+                    lost.in_flight, lost.event = False, "dropped"
+                    self.cache.free.add(lost.column)
+                    stats["dropped_rows"] += lost.depth
+        cell.children = [child for child in cell.children if child.in_flight]
+        if final:
+            self.cache.finish(cell)
+            cell.in_flight, cell.event = False, "verified"
+            if not self.commit(*candidates):
+                return
+            for child in cell.children:
+                child.parent = None
+            stats["accepted"] += len(cell.children)
+            if drafts and not cell.children:
                 cell.event = "corrected"
-                self.result.stats["rejected"] += 1
+                stats["rejected"] += 1
+        elif len(cell.children) < len(tried):
+            cell.event = "corrected"
+            stats["corrected_early"] += 1
+        cell.tried_stop = not self.eos_ids.isdisjoint(candidates)
+        for token, probability in candidates.items():
+            if token not in tried and self.start(None if final else cell, cell.position + 1, token, probability):
+                cell.event = "drafted" if cell.event == "advanced" else cell.event
 
     def commit(self, token: int) -> bool:
         """Emit a token. True if the text goes on behind it."""
@@ -480,27 +502,8 @@ class Wavefront:
         if token in self.eos_ids:
             self.result.finish = "stop"
         elif len(self.result.tokens) == self.limit:
-            self.result.finish = "length"
+            self.result.finish = self.limit_is
         return not self.result.finish
-
-    def keep_children(self, cell: Cell, candidates: dict[int, float]) -> int:
-        """Drop the children whose token is no candidate, with all their descendants. How many there were.
-
-        A looked-up child is no less likely for not being predicted early: only depth T decides about it.
-        """
-        kept = []
-        for child in cell.children:
-            if child.token in candidates or (child.looked_up and cell.depth < self.depth):
-                child.probability = candidates.get(child.token, child.probability)
-                kept.append(child)
-                continue
-            for lost in child.family():
-                lost.in_flight, lost.event = False, "dropped"
-                self.cache.free.add(lost.column)
-                self.result.stats["dropped_rows"] += lost.depth
-        dropped = len(cell.children) - len(kept)
-        cell.children = kept
-        return dropped
 
     def start(self, parent: Cell | None, position: int, token: int, probability: float, looked_up: bool = False) -> bool:
         """Start a cell, if there is room for it; otherwise the parent's next prediction tries again.
@@ -551,46 +554,28 @@ class Wavefront:
 
 
 @torch.inference_mode()
-def decode(model, prompt: list[int], max_new_tokens: int, candidates: dict[int, int], *, max_rows: int, room: int,
-           draft_depth: int = 0, lookup: int = 0, eos_ids: Collection[int] = (), sampling: Sampling | None = None,
-           pad_rows: int | None = None, on_call: Callable[[Wave], None] | None = None) -> Result:
-    """What all decoders do, and the options that all of them take.
+def decode(model, prompt: list[int], max_new_tokens: int, *, on_call: Callable[[Wave], None] | None = None, **options) -> Result:
+    """What all decoders do. The options that all of them take:
 
-    prompt: one or more token ids. Generation ends behind a token of eos_ids ("stop"), with max_new_tokens ("length"),
-    or where the model's context ends ("context"). sampling: None is greedy. pad_rows: bitwise mode, with this number
-    of rows in every call. on_call receives a Wave after every block call. Raises ValueError for arguments that make
-    no sense, and for logits that are not finite.
+    eos_ids    token ids behind one of which generation ends ("stop"). It also ends with max_new_tokens ("length") and where
+               the model's context ends ("context"). A stop token in the prompt stops nothing.
+    sampling   a Sampling; None is greedy
+    pad_rows   bitwise mode, with this number of rows in every call
+    on_call    a function that receives a Wave after every block call
+
+    Raises ValueError for arguments that make no sense, and for logits that are not finite.
     """
-    depth, context = model.recurrences, model.context
-    check(isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt),
-          "prompt must be one list of one or more token ids (one prompt at a time)")
-    vocab = getattr(model, "vocab", max(prompt) + 1)                         # a model may say how many tokens it knows
-    check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
-    check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
-    check(max_new_tokens >= 0, f"max_new_tokens must be 0 or more, not {max_new_tokens}")
-    check(depth >= 1, f"model.recurrences must be 1 or more, not {depth}")
-    check(max_rows >= 1, f"max_rows must be 1 or more, not {max_rows}")
-    check(lookup >= 0, f"lookup must be 0 or more, not {lookup}")
-    check(pad_rows is None or pad_rows >= max_rows, f"pad_rows must be at least the {max_rows} rows of a call, not {pad_rows}")
-    for k, n in candidates.items():
-        check(1 <= k <= depth and n >= 1 and (k < depth or n == 1), f"candidates {{{k}: {n}}} is not possible: depths go "
-              f"from 1 to {depth}, numbers from 1 up, and depth {depth} has one candidate")
-    limit = min(max_new_tokens, context - len(prompt))
-    if limit == 0:
-        return Result(finish="length" if max_new_tokens == 0 else "context")
-    wave = Wavefront(model, prompt, limit, candidates, max_rows=max_rows, room=room, draft_depth=draft_depth, lookup=lookup,
-                     eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows)
-    wave.prefill()
+    wave = Wavefront(model, prompt, max_new_tokens, **options)
+    if not wave.result.finish:
+        wave.prefill()
     while not wave.result.finish:
         wave.step(on_call)
-    if wave.result.finish == "length" and limit < max_new_tokens:
-        wave.result.finish = "context"
     return wave.result
 
 
 def autoregressive(model, prompt: list[int], max_new_tokens: int, **options) -> Result:
     """Plain decoding: T block calls for a token. This is what the other decoders must reproduce. Options: see decode."""
-    return decode(model, prompt, max_new_tokens, {}, max_rows=1, room=1, **options)
+    return decode(model, prompt, max_new_tokens, candidates={}, max_rows=1, room=1, **options)
 
 
 def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_depth: int, draft_len: int, **options) -> Result:
@@ -600,8 +585,8 @@ def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_de
     depth T together: (draft_len + 1) * draft_depth + T - draft_depth calls commit 1 to draft_len + 1 tokens.
     """
     check(draft_len >= 0, f"draft_len must be 0 or more, not {draft_len}")
-    return decode(model, prompt, max_new_tokens, {draft_depth: 1}, max_rows=draft_len + 1, room=draft_len + 1,
-                  draft_depth=draft_depth, **options)
+    return decode(model, prompt, max_new_tokens, candidates={draft_depth: 1}, draft_depth=draft_depth,
+                  max_rows=draft_len + 1, room=draft_len + 1, **options)
 
 
 def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict[int, int] | None = None,
@@ -614,4 +599,5 @@ def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict
     """
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
-    return decode(model, prompt, max_new_tokens, candidates, max_rows=max_rows, room=2 * max_rows, lookup=lookup, **options)
+    return decode(model, prompt, max_new_tokens, candidates=candidates, max_rows=max_rows, room=2 * max_rows, lookup=lookup,
+                  **options)
