@@ -26,7 +26,7 @@ from model import Config, Huginn, LoopedLM, Ouro  # noqa: E402
 from wfd import Result, Sampling, Wavefront, autoregressive, draft_then_verify, wavefront  # noqa: E402
 
 TINY = Path(__file__).parent / "tiny"
-PROMPT = "The carriage drew up at last before the door, and Emma, who had been expecting it the whole morning,"
+PROMPT = "It was a rainy afternoon in November, and Anne"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Arguments
@@ -37,7 +37,7 @@ def parse_candidates(text: str) -> dict[int, int]:
     try:
         return {int(k): int(n) for k, n in (pair.split(":") for pair in text.split(",") if pair)}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form DEPTH:NUMBER,DEPTH:NUMBER") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form DEPTH:NUMBER,DEPTH:NUMBER, as 1:2,2:2,3:1") from None
 
 
 def parse_device(text: str) -> str:
@@ -55,10 +55,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPT)
     parser.add_argument("--chat", action="store_true", default=False,
                         help="take the prompt as a user's message, rendered by the model's chat template")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=200)
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=120, help="(default: 120)")
     parser.add_argument("--recurrences", type=int, metavar="T", help="depth to decode at (default: the model's own)")
-    parser.add_argument("--candidates", type=parse_candidates, metavar="1:2,2:2,3:1",
-                        help="candidates kept open at each depth (default: the model's own)")
+    parser.add_argument("--candidates", type=parse_candidates, metavar="DEPTH:N,...",
+                        help="candidates kept open at each depth, as 1:2,2:2,3:1; '' is plain (default: the model's own)")
     parser.add_argument("--max-rows", type=int, metavar="N", help="rows in a block call, at most (default: 32)")
     parser.add_argument("--lookup", type=int, metavar="N", help="tokens copied ahead where the text repeats (default: 0)")
     parser.add_argument("--pad-rows", type=int, metavar="N", help="bitwise mode: so many rows in every call")
@@ -144,7 +144,8 @@ def generate(options: argparse.Namespace) -> int:
 def report_identity(identical: bool, options: argparse.Namespace) -> int:
     print(f"identical to plain decoding: {'yes' if identical else 'NO'}")
     if not identical and options.dtype == "bfloat16":
-        print("(in bfloat16, rounding depends on the rows in a call and can tip a near tie; float32 and --pad-rows are exact)")
+        print("(in bfloat16, rounding depends on the rows in a call and tips near ties, which are common; float32 is exact, "
+              "and so is bfloat16 with --pad-rows)")
     return 0 if identical else 1
 
 
@@ -176,10 +177,15 @@ def methods(model: LoopedLM, prompts: list[list[int]]) -> dict[str, partial]:
         "default + look-ahead 4": partial(wavefront, model, lookup=4)}
 
 
+def held_out_prompts(tokenizer, number: int, length: int = 48) -> list[list[int]]:
+    """Stretches of the text that the tiny models were not trained on."""
+    text = tokenizer.encode((TINY / "held_out.txt").read_text(encoding="utf-8"))
+    return [text[start:start + length] for start in range(0, len(text) - length, len(text) // number)][:number]
+
+
 def bench(options: argparse.Namespace, new: int = 200, number: int = 20, length: int = 48) -> int:
     model, tokenizer = load_model(options)
-    text = tokenizer.encode((TINY / "held_out.txt").read_text(encoding="utf-8"))
-    prompts = [text[start:start + length] for start in range(0, len(text) - length, len(text) // number)][:number]
+    prompts = held_out_prompts(tokenizer, number, length)
     decoders = methods(model, prompts)
     results = {name: [] for name in decoders}
     print(f"{len(prompts)} prompts of {length} tokens, {new} new tokens each; the methods take turns on every prompt\n")
@@ -250,7 +256,7 @@ def time_calls(model: LoopedLM, widths=(1, 2, 4, 8, 16), columns: int = 300, rep
             for i, cell in enumerate(cells):
                 cell.depth = model.recurrences - 1 - i * model.recurrences // rows
             _, call = timed(lambda: (wave.advance(cells), wave.x.sum().item()))
-            columns, positions = wave.aim(cells, [0] * rows, wave.spec.coda)
+            columns, positions = wave.place(cells, [0] * rows, wave.spec.coda)
             _, reading = timed(lambda: model.predict(wave.x[columns], positions, wave.cache).argmax(-1).tolist())
             if repeat:                                 # the first round is the warm-up
                 seconds[rows][0].append(call)
@@ -362,6 +368,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:                            # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

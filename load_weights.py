@@ -40,7 +40,7 @@ def find_snapshot(path: str | Path) -> Path:
         return Path(path)
     name = str(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(f"{name} is not a folder")
+        raise CheckpointError(f"{name} is neither a folder nor of the form ORGANISATION/NAME, a model in the Hugging Face cache")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     repo = cache / f"models--{name.replace('/', '--')}"
@@ -161,6 +161,7 @@ def huginn_config(s: Settings) -> Config:
 #
 # A parameter of ours is one tensor of the file, or several, one above the other: parameter -> [(tensor, shape), ...].
 
+# Unneeded: rotary tables, which are computed, and Ouro's early-exit gate, which would only choose a shallower prediction.
 UNNEEDED = re.compile(r"freqs_cis|(.+\.)?rotary_emb\.inv_freq|model\.early_exit_gate\.(weight|bias)")
 
 

@@ -11,8 +11,8 @@ from a guess of that, and all climb together, a diagonal wavefront:
     depth 1 |           #  drafts
              p  p+1 p+2 p+3
 
-A wrong guess costs some work and is replaced. The output is that of plain decoding, token for token: shallow
-predictions choose what to try, and only predictions at depth T are ever emitted.
+Here T = 4, and the draft comes from depth 1. A wrong guess costs some work and is replaced. The output is that of plain
+decoding, token for token: shallow predictions choose what to try, and only predictions at depth T are ever emitted.
 
     recurrence   one application of the block; depth: recurrences done, 0 to T
     cell         a position with a guess of its token, at some depth; row: a cell's place in one call's batch
@@ -125,7 +125,8 @@ def read_predictions(scores: Tensor, n: int) -> list[list[tuple[int, float]]]:
 # Cells in flight form a tree: a guess may have several tokens worth trying. A child is never deeper than its parent
 # (the staircase). That is all it takes for exactness: at recurrence k a cell needs the keys and values that its
 # ancestors wrote at recurrence k, and by the staircase they are there, or are written in the same layer of the same
-# call, before attention reads. So a row computes what it would compute in plain decoding.
+# call, before attention reads. So a row computes what it would compute in plain decoding. The staircase stands because
+# a cell starts at depth 0, and no call advances a cell without its parent unless the parent is deeper (choose_rows).
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class Cell:
     token: int
     parent: "Cell | None"      # None once the parent is finished
     column: int                # where its keys, values and states are; see Cache
-    probability: float         # of its token, as its parent last predicted it
+    probability: float         # of its token, as its parent last predicted it (in sampling: softmax of the noisy scores)
     looked_up: bool            # a draft copied from earlier text, not predicted by its parent
     depth: int = 0
     children: list["Cell"] = field(default_factory=list)
@@ -168,8 +169,13 @@ class Cell:
 # Dropping a cell therefore leaves no trace: its column is free, and whoever takes it over writes every plane before
 # reading it. Nothing is ever cleared, but all begins as zeros, since a masked NaN would still poison a weighted sum.
 #
+# Layers before and behind the loop (prelude, coda) have a single plane. A draft's entries in a coda are provisional,
+# from whatever depth its prediction was last read at. That can mislead drafts, but no token: at depth T a cell's
+# ancestors have been read at depth T before it, or are read in the same call, and have overwritten theirs.
+#
 # A call's rows stand at different depths, so they read different planes. They are laid out as a grid with one line
-# for each depth, and a single attention call serves all lines, each as a batch element with its own plane.
+# for each depth, and a single attention call serves all lines, each as a batch element with its own plane. Rows at
+# depths 2, 1, 1 make two lines of two places: row 1 and row 2; row 0 and a place left over.
 
 
 class Cache:
@@ -240,9 +246,9 @@ class Cache:
         for row, place in enumerate(home):
             grid[place] = row
         planes, home, grid = torch.tensor(depths + home + grid, device=mask.device).split([len(depths), len(home), len(grid)])
-        self.home, self.grid, self.order = (home, grid, None) if len(grid) > len(depths) or lines > 1 else (None, None, None)
-        if self.grid is not None:
-            mask = mask[grid]
+        self.home = self.grid = self.order = None
+        if lines > 1 or length > len(depths):          # otherwise the rows are the grid
+            self.home, self.grid, mask = home, grid, mask[grid]
         self.planes, self.reads = slice(low, low + lines), slice(first, self.near + self.finished)
         self.writes = planes, columns
         self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
@@ -277,7 +283,8 @@ class Cache:
 #     {1: 1, 2: 1, 3: 1}       early correction: a deeper prediction that differs replaces the draft at once
 #     {1: 2, 2: 2, 3: 1}       two candidates kept open until depth 3 settles it
 #
-# A token then costs the first depth from which it stays among its parent's candidates, to the end.
+# A token costs k calls, where k is the least depth such that its parent's predictions at k and at every later depth
+# that is read include it: the token starts when its parent is k deep, and is k behind it to the end.
 
 
 @dataclass
@@ -316,7 +323,7 @@ class Wavefront:
     max_new_tokens: int
     candidates: dict[int, int]
     max_rows: int              # of a call
-    room: int                  # cells in flight, waiting ones included
+    room: int                  # cells in flight at most, those that wait for a row included
     draft_depth: int = 0       # of draft-then-verify; 0: everything advances
     lookup: int = 0
     eos_ids: Collection[int] = ()
@@ -326,8 +333,9 @@ class Wavefront:
     def __post_init__(self):
         model, prompt, new = self.model, self.prompt, self.max_new_tokens
         self.depth, self.spec, self.eos_ids, context = model.recurrences, model.kv_spec, set(self.eos_ids), model.context
-        check(isinstance(prompt, list) and prompt and all(isinstance(token, int) and token >= 0 for token in prompt),
-              "prompt must be one list of one or more token ids (one prompt at a time)")
+        check(prompt != [], "the prompt is empty: one or more token ids are needed")
+        check(isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt),
+              "the prompt must be one list of token ids (one prompt at a time)")
         vocab = getattr(model, "vocab", max(prompt) + 1)                     # a model may say how many tokens it knows
         check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
         check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
@@ -336,14 +344,15 @@ class Wavefront:
         check(self.max_rows >= 1, f"max_rows must be 1 or more, not {self.max_rows}")
         check(self.lookup >= 0, f"lookup must be 0 or more, not {self.lookup}")
         check(self.pad_rows is None or self.pad_rows >= self.max_rows,
-              f"pad_rows must be at least the {self.max_rows} rows of a call, not {self.pad_rows}")
+              f"pad_rows must be at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
         for k, n in self.candidates.items():
             check(1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1), f"candidates {{{k}: {n}}} is not possible: "
                   f"depths go from 1 to {self.depth}, numbers from 1 up, and depth {self.depth} has one candidate")
         self.candidates = {**self.candidates, self.depth: 1}
         self.limit = min(new, context - len(prompt))
         self.limit_is = "length" if self.limit == new else "context"
-        self.last = len(prompt) + self.limit - 2       # the last token is emitted, never fed: no cell stands behind this
+        # The last new token is emitted and never fed. Prompt of 5, limit 3: tokens at 5, 6, 7, cells at 5 and 6 only.
+        self.last = len(prompt) + self.limit - 2
         self.result = Result(finish="" if self.limit else self.limit_is)
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.started: list[Cell] = []                  # to be embedded before the next call
@@ -403,7 +412,7 @@ class Wavefront:
         while self.started:
             cells, self.started = self.started[:at_once], self.started[at_once:]
             self.cells += cells
-            columns, positions = self.aim(cells, [0] * len(cells), self.spec.prelude)
+            columns, positions = self.place(cells, [0] * len(cells), self.spec.prelude)
             tokens = self.tensor([cell.token for cell in cells] + self.text[:1] * (len(columns) - len(cells)))
             e = self.model.embed(tokens, positions, self.cache)                               # [rows, d]
             x = self.model.initial_state(e, positions)
@@ -425,7 +434,7 @@ class Wavefront:
         chosen = set(sorted(self.cells, key=path.get, reverse=True)[:self.max_rows])
         return [cell for cell in self.cells if cell in chosen]
 
-    def aim(self, cells: list[Cell], depths: list[int], layers: int) -> tuple[Tensor, Tensor]:
+    def place(self, cells: list[Cell], depths: list[int], layers: int) -> tuple[Tensor, Tensor]:
         """Point the cache at these cells, if the model call that follows has layers. Their columns and positions."""
         filling = [0] * ((self.pad_rows or 0) - len(cells))
         columns, positions = self.tensor([[cell.column for cell in cells] + filling, [cell.position for cell in cells] + filling])
@@ -437,7 +446,7 @@ class Wavefront:
 
     def advance(self, rows: list[Cell]) -> None:
         """The block call: every row does one recurrence, each at its own depth."""
-        columns, positions = self.aim(rows, [cell.depth for cell in rows], self.spec.core)
+        columns, positions = self.place(rows, [cell.depth for cell in rows], self.spec.core)
         x = self.model.recur(self.x[columns], self.e[columns], positions, self.cache)         # [rows, d]
         self.x[columns[:len(rows)]] = x[:len(rows)]
         self.result.calls += 1
@@ -447,7 +456,7 @@ class Wavefront:
 
     def read(self, cells: list[Cell]) -> None:
         """Read the predictions of these cells, parents first, and let the tree follow them."""
-        columns, positions = self.aim(cells, [0] * len(cells), self.spec.coda)
+        columns, positions = self.place(cells, [0] * len(cells), self.spec.coda)
         logits = self.model.predict(self.x[columns], positions, self.cache)[:len(cells)]      # [rows, V]
         self.result.stats["predict_calls"] += 1
         predictions = self.interpret(logits, [cell.position + 1 for cell in cells], max(self.candidates[c.depth] for c in cells))
@@ -459,7 +468,7 @@ class Wavefront:
         """The n best tokens for each of the predicted positions, with their probabilities."""
         return read_predictions(self.sampling.scores(logits, positions) if self.sampling else logits, n)
 
-    def follow(self, cell: Cell, candidates: dict[int, float]) -> None:
+    def follow(self, cell: Cell, wanted: dict[int, float]) -> None:
         """The rule above, for one prediction {token: probability}. At depth T it is the only place where a token is committed.
 
         Say the prediction is "lazy". If the cell's child was started from "tired", the child is dropped with all that was
@@ -468,8 +477,8 @@ class Wavefront:
         final, stats, tried = cell.depth == self.depth, self.result.stats, {child.token for child in cell.children}
         drafts = len(tried) + cell.tried_stop
         for child in cell.children:
-            if child.token in candidates:
-                child.probability = candidates[child.token]
+            if child.token in wanted:
+                child.probability = wanted[child.token]
             elif final or not child.looked_up:         # only depth T decides about what was looked up
                 for lost in child.family():
                     lost.in_flight, lost.event = False, "dropped"
@@ -479,7 +488,7 @@ class Wavefront:
         if final:
             self.cache.finish(cell)
             cell.in_flight, cell.event = False, "verified"
-            if not self.commit(*candidates):
+            if not self.commit(*wanted):
                 return
             for child in cell.children:
                 child.parent = None
@@ -490,8 +499,8 @@ class Wavefront:
         elif len(cell.children) < len(tried):
             cell.event = "corrected"
             stats["corrected_early"] += 1
-        cell.tried_stop = not self.eos_ids.isdisjoint(candidates)
-        for token, probability in candidates.items():
+        cell.tried_stop = not self.eos_ids.isdisjoint(wanted)
+        for token, probability in wanted.items():
             if token not in tried and self.start(None if final else cell, cell.position + 1, token, probability):
                 cell.event = "drafted" if cell.event == "advanced" else cell.event
 

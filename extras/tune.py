@@ -99,8 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     model, tokenizer = load(options.model, dtype=getattr(torch, options.dtype))
-    text = tokenizer.encode((demo.TINY / "held_out.txt").read_text(encoding="utf-8"))
-    prompts, new = [text[i * 1500:i * 1500 + 48] for i in range(6)], 100
+    prompts, new = demo.held_out_prompts(tokenizer, 6), 100
     print(f"{options.model}, {options.dtype}, {len(prompts)} prompts, {new} new tokens each; {demo.machine('cpu')}\n"
           "depth from which a token stays among the best:")
     print("\n".join(settling(model, prompts, new)))
