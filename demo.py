@@ -42,7 +42,7 @@ def parse_candidates(text: str) -> dict[int, int]:
 
 def parse_device(text: str) -> str:
     try:
-        torch.empty(0, device=text)
+        torch.empty(0, device=text).tolist()
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no device of this machine ({str(error).splitlines()[0]})") from None
     return text
@@ -69,7 +69,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", type=parse_device, metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--bench", nargs="?", const="loaded", choices=("loaded", *SHAPES), metavar="SHAPE",
-                        help=f"compare all methods on the model, or tell what to expect of {', '.join(SHAPES)}")
+                        help="compare all methods, greedy, on texts of its own; or tell what to expect of "
+                        f"{', '.join(SHAPES)}")
     return parser.parse_args()
 
 
@@ -163,6 +164,8 @@ def methods(model: LoopedLM, prompts: list[list[int]]) -> dict[str, partial]:
     def fewest(decode, settings):
         return min(settings, key=lambda setting: sum(decode(model, prompt, 80, **setting).calls for prompt in prompts[::3]))
     depths = ladder(model.recurrences)
+    if not depths:
+        raise ValueError("with fewer than 2 recurrences there is nothing to draft from, and nothing to compare")
     drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths for n in (1, 2, 3, 4, 6)])
     published = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])
     [d] = published["candidates"]

@@ -35,7 +35,7 @@ class CheckpointError(ValueError):
 
 
 def find_snapshot(path: str | Path) -> Path:
-    """A folder as it is, or the newest snapshot of a hub id in the local Hugging Face cache."""
+    """A folder as it is, or the snapshot that refs/main names of a hub id in the local Hugging Face cache."""
     if Path(path).is_dir():
         return Path(path)
     name = str(path)
@@ -91,8 +91,8 @@ def tensor_files(folder: Path) -> list[Path]:
 class Settings:
     """config.json, with a clear word for whatever is missing or strange in it."""
 
-    def __init__(self, file: Path):
-        self.file, self.values = file, read_json(file)
+    def __init__(self, file: Path, values: dict):
+        self.file, self.values = file, values
 
     def get(self, *names: str, default=None):
         """The value under the first of these names that is there and not null."""
@@ -103,9 +103,14 @@ class Settings:
 
     def number(self, *names: str, default=None, least=1, kind: type = int):
         value = self.get(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < least:
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value < math.inf:
             raise CheckpointError(f"{self.file}: {names[0]} is {value!r}, but must be a number of {least} or more")
         return kind(value)
+
+    def flag(self, *names: str, default: bool | None = None) -> bool:
+        if not isinstance(value := self.get(*names, default=default), bool):
+            raise CheckpointError(f"{self.file}: {names[0]} is {value!r}, but must be true or false")
+        return value
 
     def only(self, name: str, *allowed) -> None:
         """Settings that would change the computation, and that no published checkpoint uses, are refused."""
@@ -114,21 +119,23 @@ class Settings:
 
     def rope_theta(self, flat: str) -> float:
         """The rotary base, from its own key or from rope_parameters, where newer files keep it."""
-        nested = self.values.get("rope_parameters") or {}
-        for rope in (nested, self.values.get("rope_scaling") or {}):
-            kind = rope.get("rope_type", rope.get("type", "default"))
+        found = [] if self.values.get(flat) is None else [self.number(flat, kind=float)]
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = self.values.get(name) or {}
+            kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
             if kind != "default":
-                raise CheckpointError(f"{self.file}: rotary embeddings of type {kind!r} are not supported")
-        values = {float(v) for v in (self.values.get(flat), nested.get("rope_theta")) if v is not None}
-        if len(values) != 1:
-            raise CheckpointError(f"{self.file} has {'no' if not values else 'two different values of'} {flat}, "
-                                  f"flat or in rope_parameters")
-        return values.pop()
+                raise CheckpointError(f"{self.file}: {name} asks for rotary embeddings of type {kind!r}, which are not supported")
+            if rope.get("rope_theta") is not None:
+                found.append(Settings(self.file, rope).number("rope_theta", kind=float))
+        if len(set(found)) != 1:
+            raise CheckpointError(f"{self.file} has {'two different values of' if found else 'no'} {flat}, flat or in rope_parameters")
+        return found[0]
 
 
 def ouro_config(s: Settings) -> Config:
     s.only("hidden_act", "silu")
     s.only("use_sliding_window", False)
+    s.only("partial_rotary_factor", 1)
     s.only("layer_types", ["full_attention"] * s.number("num_hidden_layers"))
     width, heads = s.number("hidden_size"), s.number("num_attention_heads")
     return Config(
@@ -136,13 +143,14 @@ def ouro_config(s: Settings) -> Config:
         head_dim=s.number("head_dim", default=width // heads), ffn=s.number("intermediate_size"),
         vocab=s.number("vocab_size"), core=s.number("num_hidden_layers"), recurrences=s.number("total_ut_steps", default=4),
         context=s.number("max_position_embeddings"), rope_theta=s.rope_theta("rope_theta"),
-        norm_eps=s.number("rms_norm_eps", least=0, kind=float), tied=bool(s.get("tie_word_embeddings", default=False)))
+        norm_eps=s.number("rms_norm_eps", least=0, kind=float), tied=s.flag("tie_word_embeddings", default=False))
 
 
 def huginn_config(s: Settings) -> Config:
     s.only("injection_type", "linear")
     s.only("nonlin_name", "SiLU")
     s.only("test_time_noise", 0)
+    init = init if isinstance(init := s.values.get("init_values"), dict) else {}
     width, heads = s.number("n_embd", "hidden_size"), s.number("n_heads", "num_attention_heads")
     return Config(
         width=width, heads=heads, kv_heads=s.number("num_key_value_heads", default=heads), head_dim=width // heads,
@@ -150,10 +158,10 @@ def huginn_config(s: Settings) -> Config:
         core=s.number("n_layers_in_recurrent_block"), recurrences=s.number("mean_recurrence"),
         context=s.number("block_size", "max_position_embeddings"), rope_theta=s.rope_theta("rope_base"),
         norm_eps=s.number("norm_eps", "rms_norm_eps", least=0, kind=float),
-        tied=bool(s.get("tie_embeddings", "tie_word_embeddings", default=True)),
+        tied=s.flag("tie_embeddings", "tie_word_embeddings", default=True),
         prelude=s.number("n_layers_in_prelude", least=0), coda=s.number("n_layers_in_coda", least=0),
-        qk_bias=bool(s.get("qk_bias")), adapter_bias=bool(s.get("bias", default=False)),
-        init_std=float((s.values.get("init_values") or {}).get("std", (2 / (5 * width)) ** 0.5)))
+        qk_bias=s.flag("qk_bias"), adapter_bias=s.flag("bias", default=False),
+        init_std=Settings(s.file, init).number("std", default=(2 / (5 * width)) ** 0.5, least=0, kind=float))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,7 +221,7 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype | None) -> LoopedLM:
-    family = settings.get("model_type")
+    family = str(settings.get("model_type"))
     if family not in FAMILIES:
         raise CheckpointError(f"{settings.file}: model_type is {family!r}, but only {', '.join(FAMILIES)} can be loaded")
     model_class, read_config, read_names = FAMILIES[family]
@@ -260,6 +268,8 @@ def match(model: LoopedLM, names: dict, stored: dict, folder: Path) -> dict[str,
         if wanted["embedding.weight"][0][0] not in stored and head in stored:
             wanted["embedding.weight"] = [(head, shape)]                     # or the only one
     expected = {name: shape for parts in wanted.values() for name, shape in parts}
+    if "head.weight" not in wanted and head in stored:
+        expected[head] = shape
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
     if unknown := sorted(name for name in surplus if not UNNEEDED.fullmatch(name)):
@@ -296,27 +306,38 @@ class ChatTokenizer:
         self.tokenizer.no_padding()
         self.special = {token.content: id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         settings = read_json(folder / "tokenizer_config.json", required=False)
-        self.names = {key: value["content"] if isinstance(value, dict) else value                   # bos_token, ...
-                      for key, value in settings.items() if re.fullmatch("(bos|eos|pad|unk)_token", key) and value}
+        self.names = {}                                                      # bos_token, eos_token, ...: their texts
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = settings.get(key)
+            value = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(value, (str, type(None))):
+                raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {key} is {value!r}, but must be a text")
+            if value:
+                self.names[key] = value
         self.template = self.read_template(folder, settings)
         self.eos_ids = self.end_of_turn() | {self.tokenizer.token_to_id(self.names.get("eos_token", ""))}
         for name in ("config.json", "generation_config.json"):
             stops = read_json(folder / name, required=False).get("eos_token_id")
-            self.eos_ids |= set(stops if isinstance(stops, list) else [stops])
+            for stop in stops if isinstance(stops, list) else [stops]:
+                if not isinstance(stop, (int, type(None))):
+                    raise CheckpointError(f"{folder / name}: eos_token_id is {stops!r}, but must be a token id or a list of them")
+                self.eos_ids.add(stop)
         self.eos_ids -= {None}
 
     def read_template(self, folder: Path, settings: dict) -> jinja2.Template | None:
         file, source = folder / "chat_template.jinja", settings.get("chat_template")
         if file.is_file():
-            source = file.read_text(encoding="utf-8")
+            source = file.read_bytes().decode("utf-8", errors="replace")
         elif isinstance(source, list):                                       # [{"name": ..., "template": ...}, ...]
-            named = {entry["name"]: entry["template"] for entry in source}
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
         if source is None:
             return None
+        if not isinstance(source, str):
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
         environment.globals |= {"raise_exception": refuse, "strftime_now": lambda f: datetime.datetime.now().strftime(f)}
         try:
             return environment.from_string(source)
@@ -327,8 +348,9 @@ class ChatTokenizer:
         if self.template is None:
             raise ValueError("this snapshot has no chat template: use plain text")
         try:
-            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.names)
-        except jinja2.TemplateError as error:
+            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
+                                        documents=None, **self.names)
+        except Exception as error:                                           # a template is a program, and not ours
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def encode(self, text: str | list[dict], chat: bool = False) -> list[int]:
@@ -337,10 +359,14 @@ class ChatTokenizer:
         chat: text is one user message, or a list of {"role": ..., "content": ...}. The template writes its special
         tokens; the same words inside a message are only words.
         """
+        if re.search("[\ud800-\udfff]", str(text)):
+            raise ValueError("the text holds half a character (a lone surrogate): it was not valid Unicode where it came from")
         if not chat:
             return self.tokenizer.encode(text).ids
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        if not messages or not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        if not isinstance(messages, list) or not messages or not all(
+                isinstance(m, dict) and m.keys() == {"role", "content"} and all(isinstance(v, str) for v in m.values())
+                for m in messages):
             raise ValueError('a conversation is a list of {"role": ..., "content": ...} with two texts each')
         # A mark inside every special token of a message keeps it from being one. The text is then encoded in pieces.
         mark = next(c for c in NONCHARACTERS if c not in str(messages))
@@ -359,7 +385,12 @@ class ChatTokenizer:
             return set()
         answer = NONCHARACTERS[0]
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
-        behind = self.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+        try:
+            _, found, behind = self.render(messages, add_generation_prompt=False).rpartition(answer)
+        except ValueError:                                                   # a template for other conversations than this
+            return set()
+        if not found:
+            return set()
         ids = self.tokenizer.encode(behind, add_special_tokens=False).ids
         return set([id for id in ids if id in self.special.values()][:1])
 
@@ -412,10 +443,13 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     """
     if dtype not in (None, *STORED.values(), torch.float64):
         raise ValueError(f"dtype must be None or a torch float dtype of 16, 32 or 64 bits, not {dtype!r}")
+    if not 0 <= seed < 2 ** 63:
+        raise ValueError(f"seed must be from 0 to 2 ** 63 - 1, not {seed}")
     if init_state not in ("noise", "zeros"):
         raise ValueError(f"init_state must be 'noise' or 'zeros', not {init_state!r}")
     folder = find_snapshot(path)
-    settings, tokenizer = Settings(folder / "config.json"), ChatTokenizer(folder)
+    settings = Settings(folder / "config.json", read_json(folder / "config.json"))
+    tokenizer = ChatTokenizer(folder)
     model = load_model(folder, settings, device, dtype)
     if model.embedding.weight.dtype == torch.float16:
         warnings.warn("looped models overflow in float16; load with dtype=torch.bfloat16 or torch.float32", stacklevel=2)

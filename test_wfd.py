@@ -23,7 +23,7 @@ from demo import held_out_prompts
 from extras.bitwise import differences
 from extras.train_tiny import save_tensors
 from load_weights import CheckpointError, load
-from model import Config, FullAttention, Huginn, Ouro
+from model import Config, FullAttention, Huginn, Ouro, RMSNorm
 from wfd import Sampling, autoregressive, draft_then_verify, wavefront
 
 HERE = Path(__file__).parent
@@ -209,6 +209,26 @@ def test_a_mixed_depth_call_equals_single_row_calls(family):
         widths.add(len(x))
         distinct += len({cell.depth for cell in together.cells}) > 1
     assert widths == set(range(1, 9)) and distinct > 20
+
+
+def test_what_is_computed_in_float32_in_a_bfloat16_model():
+    """Norms up to the product with the gain; Huginn's rotation. Ouro rotates in its own dtype."""
+    rng = torch.Generator().manual_seed(0)
+    x, gain = (torch.randn(shape, generator=rng).bfloat16() for shape in ((5, 64), (64,)))
+    norm = RMSNorm(64, 1e-6).bfloat16()
+    norm.weight.data = gain
+    wide = x.float()
+    expected = (wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).bfloat16() * gain
+    assert torch.equal(norm(x), expected)
+    heads, positions = torch.randn(5, 2, 16, generator=rng).bfloat16(), torch.tensor([0, 1, 50, 200, 255])
+    huginn, ouro = (load(GOLDEN / name, dtype=torch.bfloat16)[0] for name in ("huginn-a", "ouro-a"))
+    angles = positions[:, None, None] * 50000 ** (-torch.arange(0, 16, 2) / 16)
+    a, b = heads[..., 0::2].float(), heads[..., 1::2].float()
+    expected = torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).flatten(-2).bfloat16()
+    assert torch.equal(huginn.rotary(positions)(heads), expected)
+    angles = positions[:, None, None] * 1e6 ** (-torch.arange(0, 16, 2) / 16)
+    (a, b), cos, sin = heads.chunk(2, -1), angles.cos().bfloat16(), angles.sin().bfloat16()
+    assert torch.equal(ouro.rotary(positions)(heads), torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
 
 def test_a_prompt_prefilled_in_stretches_equals_one_in_one_go(monkeypatch):
@@ -454,13 +474,89 @@ def test_every_call_keeps_the_staircase_and_commits_only_at_depth_T():
         assert len(waves) == result.calls and sum(len(wave.rows) for wave in waves) == result.rows
         for wave in waves:
             depths = {row.number: row.depth for row in wave.rows}
-            assert len(wave.rows) <= 5 and all(row.depth <= depths[row.parent.number] for row in wave.rows
-                                               if row.parent and row.parent.number in depths)
+            assert len(wave.rows) <= 5 and all(row.depth <= depths.get(row.parent, model.recurrences) for row in wave.rows)
             finished = [row for row in wave.rows if row.event in ("verified", "corrected") and row.depth == model.recurrences]
             assert [row.position + 1 for row in finished] == list(range(
                 len(prompt) + len(wave.tokens) - len(wave.committed), len(prompt) + len(wave.tokens)))
         assert result.tokens[:1] + [token for wave in waves for token in wave.committed] == result.tokens
         assert all(result.tokens[:len(wave.tokens)] == wave.tokens for wave in waves)
+
+
+def test_the_rows_of_a_narrow_call_are_those_of_the_likeliest_paths():
+    model = random_model("ouro", random.Random(11))
+    wave = wfd.Wavefront(model, [1, 2], 20, {}, max_rows=3, room=8)
+    with torch.inference_mode():
+        wave.prefill()
+        [root] = wave.started
+        for parent, token, probability in ((0, 1, 0.6), (0, 2, 0.4), (1, 3, 0.5), (2, 4, 0.9), (3, 5, 0.9)):
+            parent = wave.started[parent]
+            wave.start(parent, parent.position + 1, token, probability)
+        wave.embed_started()
+    # Paths: 1, .6, .4, .6 x .5 = .3, .4 x .9 = .36, .27
+    assert [cell.token for cell in wave.choose_rows()[1:]] == [1, 2]
+    wave.follow(root, {1: 0.1, 2: 0.9})                                      # a deeper prediction has changed its mind
+    assert [cell.token for cell in wave.choose_rows()[1:]] == [2, 4]
+
+
+def test_a_draft_that_is_a_stop_token_gets_no_cell():
+    """If it was wrong it counts as rejected; if a deeper prediction has forgotten it, not."""
+    model = random_model("ouro", random.Random(8))
+    model.recurrences, prompt = 4, [1, 2, 3]
+    tokens = autoregressive(model, prompt, 12).tokens
+    stop = next(token for token in range(model.vocab) if token not in tokens)
+    always = Tampered(model, told(dict.fromkeys(range(100), stop)))
+    waves = []
+    result = wavefront(always, prompt, 12, candidates={1: 1}, eos_ids={stop}, on_call=waves.append)
+    assert result.tokens == tokens and (result.stats["rejected"], result.stats["drafted"]) == (10, 0) and result.calls == 11 * 4
+    assert not any(row.token == stop for wave in waves for row in wave.rows)
+    wave = wfd.Wavefront(model, prompt, 12, {1: 1}, max_rows=4, room=1, eos_ids={stop})       # room for no draft
+    with torch.inference_mode():
+        wave.prefill()
+        wave.embed_started()
+        [root] = wave.cells
+        wave.follow(root, {stop: 1.0})
+        wave.follow(root, {tokens[1]: 1.0})
+        while wave.cells == [root]:
+            wave.advance([root])
+            if root.depth == 4:
+                wave.read([root])
+                wave.cells = []
+    assert wave.result.stats["rejected"] == 0
+
+
+def test_a_looked_up_draft_stays_until_its_parent_is_finished():
+    model = random_model("ouro", random.Random(8))
+    wave = wfd.Wavefront(model, [1, 2], 20, {}, max_rows=8, room=8)
+    with torch.inference_mode():
+        wave.prefill()
+        [root] = wave.started
+        wave.start(root, 3, 4, 1.0, looked_up=True)
+        wave.embed_started()
+        wave.follow(root, {5: 1.0})
+        assert [child.token for child in root.children] == [4, 5] and wave.result.stats["corrected_early"] == 0
+        root.depth = wave.depth
+        wave.follow(root, {5: 1.0})
+    assert [child.token for child in root.children] == [5]
+
+
+def test_token_ids_survive_narrow_logits():
+    """A model of somebody else may return logits in bfloat16, which cannot hold a large id."""
+    scores = torch.zeros(1, 1000, dtype=torch.bfloat16)
+    scores[0, 709] = 5
+    assert wfd.read_predictions(scores, 1)[0][0][0] == 709
+
+
+def test_long_chains_of_cells():
+    model = random_model("ouro", random.Random(8))
+    model.config.context, model.recurrences = 4096, 2
+    plain = autoregressive(model, [1, 2], 40).tokens
+    assert draft_then_verify(model, [1, 2], 40, draft_depth=1, draft_len=39).tokens == plain
+    cell = None
+    for i in range(3000):
+        cell = wfd.Cell(i, i, 0, cell, 0, 1.0, False)
+        if cell.parent:
+            cell.parent.children.append(cell)
+    assert len(cell.lineage()) == 3000 and len(cell.lineage()[-1].family()) == 3000
 
 
 def test_equal_logits_go_to_the_lowest_id():
@@ -531,12 +627,18 @@ def test_two_decodes_do_not_disturb_each_other():
     (([1] * 65, 5), {}, "65 tokens.* 64"), (([1], -1), {}, "max_new_tokens"), (([1], 5), {"max_rows": 0}, "max_rows"),
     (([1], 5), {"candidates": {0: 1}}, "from 1 to 4"), (([1], 5), {"candidates": {5: 1}}, "from 1 to 4"),
     (([1], 5), {"candidates": {1: 0}}, "from 1"), (([1], 5), {"candidates": {4: 2}}, "depth 4"),
-    (([1], 5), {"max_rows": 8, "pad_rows": 7}, "at least max_rows, the 8"), (([1], 5), {"lookup": -1}, "lookup")])
+    (([1], 5), {"max_rows": 8, "pad_rows": 7}, "at least max_rows, the 8"), (([1], 5), {"lookup": -1}, "lookup"),
+    (([1], 5.0), {}, "max_new_tokens"), (([1], 5), {"max_rows": 2.5}, "max_rows"), (([1], 5), {"max_rows": 10 ** 6}, "1024"),
+    (([1], 5), {"candidates": {1.5: 1}}, "1.5")])
 def test_bad_arguments(arguments, options, words):
     model = random_model("ouro", random.Random(14))
     model.recurrences = 4
     with pytest.raises(ValueError, match=words):
         wavefront(model, *arguments, **options)
+    for decode, foreign in ((wavefront, "draft_depth"), (autoregressive, "lookup"), (draft_then_verify, "lookup")):
+        needed = {"draft_depth": 1, "draft_len": 1} if decode is draft_then_verify else {}
+        with pytest.raises(TypeError, match=foreign):                        # not an option of this decoder
+            decode(model, [1], 5, **needed, **{foreign: 1})
 
 
 def test_no_recurrences_and_damaged_weights():
@@ -657,6 +759,11 @@ def edited(key, change):
     ({"config": {"rope_theta": ...}}, "config.json has no rope_theta"),
     ({"config": {"rope_parameters": {"rope_theta": 1e4}}}, "two different values of rope_theta"),
     ({"config": {"rope_scaling": {"type": "yarn"}}}, "'yarn'"),
+    ({"config": {"rope_parameters": [1]}}, "rope_parameters"), ({"config": {"rope_theta": "abc"}}, "rope_theta is 'abc'"),
+    ({"config": {"rope_theta": -5}}, "rope_theta is -5"), ({"config": {"rms_norm_eps": float("nan")}}, "rms_norm_eps is nan"),
+    ({"config": {"model_type": ["ouro"]}}, "model_type"), ({"config": {"tie_word_embeddings": "false"}}, "true or false"),
+    ({"config": {"tie_word_embeddings": True}, "tensors": edited("lm_head.weight", lambda t: t[:5])}, "lm_head.weight"),
+    ({"config": {"eos_token_id": "2"}}, "config.json: eos_token_id is '2'"),
     ({"config": {"use_sliding_window": True}}, "use_sliding_window"),
     ({"tensors": lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}}, "lacks the tensor model.norm.weight"),
     ({"tensors": edited("foo.bar", lambda _: torch.zeros(1))}, "model.safetensors holds foo.bar"),
@@ -752,8 +859,22 @@ def test_chats_are_rendered_by_the_snapshots_own_template(tmp_path):
     assert tokenizer.decode(tokenizer.encode("x", chat=True)) == "file"
     with pytest.raises(ValueError, match="too long"):
         tokenizer.encode(talk, chat=True)
-    with pytest.raises(ValueError, match="role"):
-        tokenizer.encode([{"content": "x"}], chat=True)
+    for bad in ([{"content": "x"}], ["x"], {"role": "user", "content": "x"}, [], [{"role": "user", "content": "x", "name": None}]):
+        with pytest.raises(ValueError, match="role"):
+            tokenizer.encode(bad, chat=True)
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("\ud800")
+    for template, answer in (("{{ 1 / 0 }}", None), ("{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}fine", "fine"),
+                             ("{% if tools is not none %}tools{% else %}none{% endif %}", "none"), ("{{ [1]|tojson(indent=None) }}", "[1]"),
+                             ("{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}", "<|im_start|>x")):
+        (folder / "chat_template.jinja").write_text(template)
+        _, tokenizer = load(folder)
+        assert tokenizer.eos_ids == {0}                                      # none of these shows how a turn ends
+        if answer is None:
+            with pytest.raises(ValueError, match="refuses"):
+                tokenizer.encode("x", chat=True)
+        else:
+            assert tokenizer.decode(tokenizer.encode("x", chat=True)) == answer
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="template"):
         load(folder)[1].encode("x", chat=True)
@@ -772,6 +893,17 @@ def test_the_stop_set_is_what_all_files_say(tmp_path):
     folder = snapshot(tmp_path / "s", "ouro-a", {"eos_token_id": [7, 8]})
     (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert load(folder)[1].eos_ids == {0, 2, 7, 8, 9}
+
+
+def test_settings_of_the_tokenizers_training_do_not_cut_or_pad(tmp_path):
+    folder = snapshot(tmp_path / "s", "ouro-a")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    settings["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+                           "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    text = "a text of more than three tokens"
+    assert load(folder)[1].encode(text) == load(GOLDEN / "ouro-a")[1].encode(text)
 
 
 def test_a_stream_joins_to_the_text_and_never_splits_a_character():

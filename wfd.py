@@ -31,17 +31,18 @@ Everything here works on rows, without a batch axis, and knows the model only th
     model.recur(x, e, positions, kv)                 [rows, d] -> [rows, d], one recurrence: the block call
     model.predict(x, positions, kv, select=None)     [rows, d] -> [selected, V]; runs the coda's layers, if it has any
 
-In every layer the model calls kv.attend(layer, q, k, v), layers being numbered prelude, core, coda.
+In every layer the model calls kv.attend(layer, q, k, v), layers being numbered prelude, core, coda. None of these
+functions may write into its arguments.
 
 Not here: several prompts at a time, training, printing, timing.
 """
 
-import copy
 import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,12 +107,13 @@ def gumbel_noise(seed: int, position: int, size: int) -> Tensor:
 
 def read_predictions(scores: Tensor, n: int) -> list[list[tuple[int, float]]]:
     """The n best tokens of every row, best first, with their probabilities. scores [rows, V]."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))     # which holds token ids below 2 ** 24 exactly
     total = scores.logsumexp(-1, keepdim=True)
     ranked = []
     for _ in range(min(n, scores.shape[-1])):
         best = scores.argmax(-1, keepdim=True)                               # [rows, 1], the first of several equals
         probability = (scores.gather(-1, best) - total).exp().clamp(max=1)
-        ranked.append(torch.cat((best, probability), dim=-1))                # float32 holds ids below 2 ** 24 exactly
+        ranked.append(torch.cat((best, probability), dim=-1))
         scores = scores.scatter(-1, best, -torch.inf)
     predictions = torch.stack(ranked, dim=1).tolist()                        # [rows, n, 2]: a step's only wait for the device
     check(all(probability == probability for row in predictions for _, probability in row),
@@ -142,17 +144,21 @@ class Cell:
     children: list["Cell"] = field(default_factory=list)
     tried_stop: bool = False   # a stop token is among its candidates; such a draft gets no cell
     in_flight: bool = True     # neither finished nor dropped
-    event: str = ""            # what the last call did with it: "advanced", "drafted", "verified", "corrected", "dropped"
+    event: str = ""            # what the last call did with it, see Row
 
-    def family(self):
-        """The cell and all its descendants."""
-        yield self
-        for child in self.children:
-            yield from child.family()
+    def family(self) -> list["Cell"]:
+        """The cell and all its descendants, parents first."""
+        found = [self]
+        for cell in found:
+            found += cell.children
+        return found
 
     def lineage(self) -> list["Cell"]:
-        """Its ancestors in flight, oldest first, and the cell."""
-        return (self.parent.lineage() if self.parent else []) + [self]
+        """The cell and its ancestors in flight, youngest first."""
+        found = [self]
+        while found[-1].parent:
+            found.append(found[-1].parent)
+        return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -287,11 +293,21 @@ class Cache:
 # that is read include it: the token starts when its parent is k deep, and is k behind it to the end.
 
 
+class Row(NamedTuple):
+    """One row of a block call, as `on_call` sees it."""
+    number: int                # of the cell
+    parent: int | None         # the number of its parent; None when that is finished
+    position: int
+    token: int
+    depth: int                 # after the call
+    event: str                 # "advanced", "drafted", "verified", "corrected" or "dropped"
+
+
 @dataclass
 class Wave:
     """One block call, as `on_call` sees it."""
     call: int                  # 1, 2, ...
-    rows: list[Cell]           # as they are now: copies, since the cells themselves go on
+    rows: list[Row]
     committed: list[int]       # the tokens that this call made certain
     tokens: list[int]          # all new tokens so far; the first comes from the prefill, before any call
 
@@ -339,15 +355,14 @@ class Wavefront:
         vocab = getattr(model, "vocab", max(prompt) + 1)                     # a model may say how many tokens it knows
         check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
         check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
-        check(new >= 0, f"max_new_tokens must be 0 or more, not {new}")
-        check(self.depth >= 1, f"model.recurrences must be 1 or more, not {self.depth}")
-        check(self.max_rows >= 1, f"max_rows must be 1 or more, not {self.max_rows}")
-        check(self.lookup >= 0, f"lookup must be 0 or more, not {self.lookup}")
+        for name, value, least in (("max_new_tokens", new, 0), ("model.recurrences", self.depth, 1), ("lookup", self.lookup, 0), ("draft_depth", self.draft_depth, 0)):
+            check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
         check(self.pad_rows is None or self.pad_rows >= self.max_rows,
               f"pad_rows must be at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
         for k, n in self.candidates.items():
-            check(1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1), f"candidates {{{k}: {n}}} is not possible: "
-                  f"depths go from 1 to {self.depth}, numbers from 1 up, and depth {self.depth} has one candidate")
+            check(isinstance(k, int) and isinstance(n, int) and 1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1),
+                  f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {self.depth}, numbers from 1 up, and depth "
+                  f"{self.depth} has one candidate")
         self.candidates = {**self.candidates, self.depth: 1}
         self.limit = min(new, context - len(prompt))
         self.limit_is = "length" if self.limit == new else "context"
@@ -404,7 +419,9 @@ class Wavefront:
         self.cells = [cell for cell in self.cells if cell.in_flight]
         if on_call:
             tokens = list(self.result.tokens)
-            on_call(Wave(self.result.calls, [copy.copy(cell) for cell in rows], tokens[before:], tokens))
+            on_call(Wave(self.result.calls, [
+                Row(cell.number, cell.parent.number if cell.parent else None, cell.position, cell.token, cell.depth, cell.event)
+                for cell in rows], tokens[before:], tokens))
 
     def embed_started(self) -> None:
         """Bring the new cells to depth 0."""
@@ -545,7 +562,7 @@ class Wavefront:
 
     def look_up(self, cell: Cell) -> list[int]:
         """What followed the last tokens before, up to `lookup` tokens: of the last four, else three, else two."""
-        text = self.text + [draft.token for draft in cell.lineage() if draft.position >= len(self.text)]
+        text = self.text + [draft.token for draft in reversed(cell.lineage()) if draft.position >= len(self.text)]
         for n in (4, 3, 2):
             if len(text) > n and tuple(text[-n:]) in self.follows:
                 place = self.follows[tuple(text[-n:])]
@@ -563,8 +580,10 @@ class Wavefront:
 
 
 @torch.inference_mode()
-def decode(model, prompt: list[int], max_new_tokens: int, *, on_call: Callable[[Wave], None] | None = None, **options) -> Result:
-    """What all decoders do. The options that all of them take:
+def decode(model, prompt: list[int], max_new_tokens: int, settings: dict, *, eos_ids: Collection[int] = (),
+           sampling: Sampling | None = None, pad_rows: int | None = None,
+           on_call: Callable[[Wave], None] | None = None) -> Result:
+    """What all decoders do, with their own settings and the options that all of them take.
 
     eos_ids    token ids behind one of which generation ends ("stop"). It also ends with max_new_tokens ("length") and where
                the model's context ends ("context"). A stop token in the prompt stops nothing.
@@ -574,7 +593,7 @@ def decode(model, prompt: list[int], max_new_tokens: int, *, on_call: Callable[[
 
     Raises ValueError for arguments that make no sense, and for logits that are not finite.
     """
-    wave = Wavefront(model, prompt, max_new_tokens, **options)
+    wave = Wavefront(model, prompt, max_new_tokens, eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows, **settings)
     if not wave.result.finish:
         wave.prefill()
     while not wave.result.finish:
@@ -584,7 +603,7 @@ def decode(model, prompt: list[int], max_new_tokens: int, *, on_call: Callable[[
 
 def autoregressive(model, prompt: list[int], max_new_tokens: int, **options) -> Result:
     """Plain decoding: T block calls for a token. This is what the other decoders must reproduce. Options: see decode."""
-    return decode(model, prompt, max_new_tokens, candidates={}, max_rows=1, room=1, **options)
+    return decode(model, prompt, max_new_tokens, {"candidates": {}, "max_rows": 1, "room": 1}, **options)
 
 
 def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_depth: int, draft_len: int, **options) -> Result:
@@ -593,9 +612,9 @@ def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_de
     A round drafts draft_len tokens one after the other, each from draft_depth recurrences, then brings all its cells to
     depth T together: (draft_len + 1) * draft_depth + T - draft_depth calls commit 1 to draft_len + 1 tokens.
     """
-    check(draft_len >= 0, f"draft_len must be 0 or more, not {draft_len}")
-    return decode(model, prompt, max_new_tokens, candidates={draft_depth: 1}, draft_depth=draft_depth,
-                  max_rows=draft_len + 1, room=draft_len + 1, **options)
+    check(isinstance(draft_len, int) and draft_len >= 0, f"draft_len must be an integer of 0 or more, not {draft_len}")
+    settings = {"candidates": {draft_depth: 1}, "draft_depth": draft_depth, "max_rows": draft_len + 1, "room": draft_len + 1}
+    return decode(model, prompt, max_new_tokens, settings, **options)
 
 
 def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict[int, int] | None = None,
@@ -603,10 +622,11 @@ def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict
     """Wavefront decoding: the tokens of `autoregressive`, in fewer block calls.
 
     candidates maps a depth to the number of candidates that a prediction at that depth keeps open (section 4); None
-    takes model.candidates. max_rows bounds the rows of a call. lookup: how many tokens may be copied ahead from earlier
-    text when its last two tokens have occurred before.
+    takes model.candidates. max_rows bounds the rows of a call (as many cells more may wait for one). lookup: how many
+    tokens may be copied ahead from earlier text when its last two tokens have occurred before.
     """
+    check(isinstance(max_rows, int) and 1 <= max_rows <= 1024, f"max_rows must be an integer from 1 to 1024, not {max_rows}")
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
-    return decode(model, prompt, max_new_tokens, candidates=candidates, max_rows=max_rows, room=2 * max_rows, lookup=lookup,
-                  **options)
+    settings = {"candidates": candidates, "max_rows": max_rows, "room": 2 * max_rows, "lookup": lookup}
+    return decode(model, prompt, max_new_tokens, settings, **options)
