@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")      # torch says so, but nothing here needs it
+# On AMD processors MKL multiplies small float32 batches almost twice as fast when this is set, to its own default.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 import torch  # noqa: E402
 
