@@ -1024,6 +1024,14 @@ def test_the_demo_ends_when_interrupted(monkeypatch, capsys):
     assert run_demo(monkeypatch) == 130 and "interrupted" in capsys.readouterr().err
 
 
+def test_the_snippet_of_the_readme(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    snippet = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    exec(snippet, {})
+    text, finish, calls = capsys.readouterr().out.rstrip().rsplit(" ", 2)
+    assert len(text) > 80 and finish == "length" and 39 <= int(calls) < 4 * 39
+
+
 def test_nothing_but_the_four_packages_is_imported():
     code = ("import sys, warnings; warnings.simplefilter('ignore'); sys.argv = ['demo.py', '--max-new-tokens', '4']\n"
             "import demo; assert demo.main() == 0\n"
