@@ -73,12 +73,8 @@ class FullAttention:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class RMSNorm(nn.Module):
-    """x / rms(x), computed in float32 or wider and cast back, then times the gain in the dtype of x."""
+    """x / rms(x), computed in float32 or wider and rounded, then times the gain in the dtype of x."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -86,8 +82,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(at_least_float32(x), x.shape[-1:], eps=self.eps)
-        return normed.to(x.dtype) * self.weight
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 class Block(nn.Module):
@@ -125,6 +120,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, layer: int, rotary, kv) -> Tensor:
         x = self.add(x, self.attention(self.norms[0](x), layer, rotary, kv), self.norms[1])
         return self.add(x, self.mlp(self.norms[2](x)), self.norms[3])
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class LoopedLM(nn.Module):

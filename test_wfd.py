@@ -323,6 +323,8 @@ def test_every_decoder_equals_plain_decoding(family):
         assert (result.tokens, result.finish) == (plain.tokens, plain.finish), (candidates, prompt, new)
         for name in counts:
             counts[name] += result.stats[name]
+        if n and plain.finish != "stop":               # every row belongs to a finished cell or to a dropped one
+            assert result.rows == (n - 1) * depth + result.stats["dropped_rows"]
 
         length = rng.randint(0, 5)
         result = draft_then_verify(tried, prompt, new, draft_depth=d, draft_len=length,
@@ -478,6 +480,8 @@ def test_every_call_keeps_the_staircase_and_commits_only_at_depth_T():
             finished = [row for row in wave.rows if row.event in ("verified", "corrected") and row.depth == model.recurrences]
             assert [row.position + 1 for row in finished] == list(range(
                 len(prompt) + len(wave.tokens) - len(wave.committed), len(prompt) + len(wave.tokens)))
+        assert result.stats["predict_calls"] == sum(
+            any(row.depth in (*candidates, model.recurrences) for row in wave.rows) for wave in waves)
         assert result.tokens[:1] + [token for wave in waves for token in wave.committed] == result.tokens
         assert all(result.tokens[:len(wave.tokens)] == wave.tokens for wave in waves)
 
