@@ -39,6 +39,7 @@ Not here: several prompts at a time, training, printing, timing.
 
 import functools
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -241,12 +242,14 @@ class Cache:
 
     def aim(self, depths: list[int], columns: Tensor, first: int, mask: Tensor) -> None:
         """Row i writes column columns[i] of plane depths[i], and reads columns `first` and up through its mask."""
-        low, lines, length = min(depths), max(depths) - min(depths) + 1, max(Counter(depths).values())
-        if mask.dtype.itemsize == 2:                   # a single query a line takes CPUs three times as long in half precision
+        low, high, length = min(depths), max(depths), max(Counter(depths).values())
+        apart = math.gcd(*(depth - low for depth in depths)) or 1            # a plain slice takes every so many planes
+        lines = (high - low) // apart + 1
+        if mask.dtype.itemsize == 2:                   # a single query a line takes CPUs longer than two in half precision
             length = max(length, 2)
         home, taken = [], Counter()                    # the place of each row in the grid
         for depth in depths:
-            home.append((depth - low) * length + taken[depth])
+            home.append((depth - low) // apart * length + taken[depth])
             taken[depth] += 1
         grid = [0] * (lines * length)                  # the row in each place; what is left repeats row 0, and nobody looks
         for row, place in enumerate(home):
@@ -255,7 +258,7 @@ class Cache:
         self.home = self.grid = self.order = None
         if lines > 1 or length > len(depths):          # otherwise the rows are the grid
             self.home, self.grid, mask = home, grid, mask[grid]
-        self.planes, self.reads = slice(low, low + lines), slice(first, self.near + self.finished)
+        self.planes, self.reads = slice(low, high + 1, apart), slice(first, self.near + self.finished)
         self.writes = planes, columns
         self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
 
