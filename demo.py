@@ -83,7 +83,8 @@ def load_model(options: argparse.Namespace):
         if options.recurrences > model.recurrences:
             note = f" (more than the {model.recurrences} it was trained for)"
         model.recurrences = options.recurrences
-    print(f"{os.path.relpath(options.model) if Path(options.model).is_dir() else options.model}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
+    name = os.path.relpath(options.model) if Path(options.model).is_dir() else options.model
+    print(f"{name}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
     return model, tokenizer
 
 
@@ -233,10 +234,7 @@ def random_model(shape: str, device: str, layers: int) -> LoopedLM:
     for name, parameter in list(model.named_parameters()):
         value = noise.repeat(-(-parameter.numel() // len(noise)))[:parameter.numel()].view(parameter.shape)
         value.mul_(parameter.shape[-1] ** -0.5).add_(1.0 if value.dim() == 1 else 0.0)
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(value, requires_grad=False))
-    if config.tied:
-        model.head.weight = model.embedding.weight
+        model.assign(name, value)
     if isinstance(model, Huginn):
         model.state_table = torch.zeros(config.context, config.width, dtype=torch.bfloat16, device=device)
     return model
@@ -292,15 +290,13 @@ def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int) -> dict
                      for depth in zip(tokens.tolist(), probabilities.tolist())]
     results = {}
     for name, candidates, rows in (("plain", {}, 1), ("published, draft depth 1", {1: 1}, 8), ("wavefront (default)", tiny.candidates, 8)):
-        def decode():
-            wave = Replay(model, prompt, new, candidates, max_rows=rows, room=2 * rows)
-            wave.prefill()
-            begin = time.perf_counter()
-            while not wave.result.finish:
-                wave.step(None)
-            assert wave.result.tokens == text[len(prompt):], "the replay went astray"
-            return wave.result, time.perf_counter() - begin
-        results[name] = decode()
+        wave = Replay(model, prompt, new, candidates, max_rows=rows, room=2 * rows)
+        wave.prefill()
+        begin = time.perf_counter()
+        while not wave.result.finish:
+            wave.step(None)
+        results[name] = wave.result, time.perf_counter() - begin
+        assert wave.result.tokens == text[len(prompt):], "the replay went astray"
     return results
 
 

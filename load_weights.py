@@ -150,7 +150,7 @@ def huginn_config(s: Settings) -> Config:
     s.only("injection_type", "linear")
     s.only("nonlin_name", "SiLU")
     s.only("test_time_noise", 0)
-    init = init if isinstance(init := s.values.get("init_values"), dict) else {}
+    init = s.values.get("init_values")
     width, heads = s.number("n_embd", "hidden_size"), s.number("n_heads", "num_attention_heads")
     return Config(
         width=width, heads=heads, kv_heads=s.number("num_key_value_heads", default=heads), head_dim=width // heads,
@@ -161,7 +161,7 @@ def huginn_config(s: Settings) -> Config:
         tied=s.flag("tie_embeddings", "tie_word_embeddings", default=True),
         prelude=s.number("n_layers_in_prelude", least=0), coda=s.number("n_layers_in_coda", least=0),
         qk_bias=s.flag("qk_bias"), adapter_bias=s.flag("bias", default=False),
-        init_std=Settings(s.file, init).number("std", default=(2 / (5 * width)) ** 0.5, least=0, kind=float))
+        init_std=Settings(s.file, init if isinstance(init, dict) else {}).number("std", default=(2 / (5 * width)) ** 0.5, least=0, kind=float))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,16 +245,12 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     sources = match(model, read_names(config), stored, folder)
     dtype = dtype or STORED[stored[sources["embedding.weight"][0]][2]]
     for ours, names in sources.items():
-        owner, _, attribute = ours.rpartition(".")
-        module = model.get_submodule(owner)
-        parameter = torch.empty(getattr(module, attribute).shape, dtype=dtype, device=device)
+        parameter = torch.empty(model.get_parameter(ours).shape, dtype=dtype, device=device)
         parts = [math.prod(stored[name][1]) for name in names]
         for name, part in zip(names, parameter.view(-1).split(parts)):
             with safe_open(stored[name][0], "pt") as tensors:                # opened anew: what was mapped before is let go
                 part.copy_(tensors.get_tensor(name).view(-1))
-        setattr(module, attribute, torch.nn.Parameter(parameter, requires_grad=False))
-    if config.tied:
-        model.head.weight = model.embedding.weight
+        model.assign(ours, parameter)
     return model.eval()
 
 

@@ -143,6 +143,13 @@ class LoopedLM(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
 
+    def assign(self, name: str, value: Tensor) -> None:
+        """Make `value` the parameter of that name. A tied head goes with the embedding."""
+        owner, _, attribute = name.rpartition(".")
+        setattr(self.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+
     @property
     def context(self) -> int:
         """Positions available."""

@@ -111,11 +111,12 @@ def read_predictions(scores: Tensor, n: int) -> list[list[tuple[int, float]]]:
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))     # which holds token ids below 2 ** 24 exactly
     total = scores.logsumexp(-1, keepdim=True)
     ranked = []
-    for _ in range(min(n, scores.shape[-1])):
+    for i in range(min(n, scores.shape[-1])):
+        if i:
+            scores = scores.scatter(-1, best, -torch.inf)
         best = scores.argmax(-1, keepdim=True)                               # [rows, 1], the first of several equals
         probability = (scores.gather(-1, best) - total).exp().clamp(max=1)
         ranked.append(torch.cat((best, probability), dim=-1))
-        scores = scores.scatter(-1, best, -torch.inf)
     predictions = torch.stack(ranked, dim=1).tolist()                        # [rows, n, 2]: a step's only wait for the device
     check(all(probability == probability for row in predictions for _, probability in row),
           "the model's logits are not finite: its dtype is too narrow for it, or its weights are damaged")
@@ -358,7 +359,8 @@ class Wavefront:
         vocab = getattr(model, "vocab", max(prompt) + 1)                     # a model may say how many tokens it knows
         check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
         check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
-        for name, value, least in (("max_new_tokens", new, 0), ("model.recurrences", self.depth, 1), ("lookup", self.lookup, 0), ("draft_depth", self.draft_depth, 0)):
+        for name, value, least in (("max_new_tokens", new, 0), ("model.recurrences", self.depth, 1), ("lookup", self.lookup, 0),
+                                   ("draft_depth", self.draft_depth, 0)):
             check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
         check(self.pad_rows is None or self.pad_rows >= self.max_rows,
               f"pad_rows must be at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
@@ -380,6 +382,13 @@ class Wavefront:
         self.follows: dict[tuple[int, ...], int] = {}  # two to four tokens -> where the token behind them stands in the text
         for token in prompt:
             self.remember(token)
+
+    def run(self, on_call: Callable[[Wave], None] | None = None) -> Result:
+        if not self.result.finish:
+            self.prefill()
+        while not self.result.finish:
+            self.step(on_call)
+        return self.result
 
     def prefill(self) -> None:
         """The whole prompt through all T recurrences. The prediction behind it is the first token.
@@ -558,8 +567,8 @@ class Wavefront:
         return True
 
     def remember(self, token: int) -> None:
-        """Append a certain token to the text, and note what it follows."""
-        for n in (2, 3, 4):
+        """Append a certain token to the text, and note for look-ahead what it follows."""
+        for n in (2, 3, 4) if self.lookup else ():
             self.follows[tuple(self.text[-n:])] = len(self.text)
         self.text.append(token)
 
@@ -596,12 +605,7 @@ def decode(model, prompt: list[int], max_new_tokens: int, settings: dict, *, eos
 
     Raises ValueError for arguments that make no sense, and for logits that are not finite.
     """
-    wave = Wavefront(model, prompt, max_new_tokens, eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows, **settings)
-    if not wave.result.finish:
-        wave.prefill()
-    while not wave.result.finish:
-        wave.step(on_call)
-    return wave.result
+    return Wavefront(model, prompt, max_new_tokens, eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows, **settings).run(on_call)
 
 
 def autoregressive(model, prompt: list[int], max_new_tokens: int, **options) -> Result:

@@ -36,9 +36,7 @@ class Recording(Wavefront):
 @torch.inference_mode()
 def final_logits(model, prompt: list[int], new: int, candidates: dict[int, int], rows: int, pad_rows: int) -> dict[int, torch.Tensor]:
     wave = Recording(model, prompt, new, candidates, max_rows=rows, room=2 * rows, pad_rows=pad_rows)
-    wave.prefill()
-    while not wave.result.finish:
-        wave.step(None)
+    wave.run()
     return wave.logits
 
 
