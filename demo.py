@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from load_weights import load  # noqa: E402
 from model import Config, Huginn, LoopedLM, Ouro  # noqa: E402
-from wfd import Result, Sampling, Wavefront, autoregressive, draft_then_verify, wavefront  # noqa: E402
+from wfd import KVShare, Result, Sampling, Wavefront, autoregressive, available_memory, draft_then_verify, wavefront  # noqa: E402
 
 TINY = Path(__file__).parent / "tiny"
 PROMPT = "It was a rainy afternoon in November, and Anne"
@@ -40,6 +40,14 @@ def parse_candidates(text: str) -> dict[int, int]:
         return {int(k): int(n) for k, n in (pair.split(":") for pair in text.split(",") if pair)}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form DEPTH:NUMBER,DEPTH:NUMBER, as 1:2,2:2,3:1") from None
+
+
+def parse_sharing(text: str) -> KVShare:
+    """'1:32' -> KVShare(slots=1, window=32)."""
+    try:
+        return KVShare(*map(int, text.split(":")))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form SLOTS:WINDOW, as 1:32") from None
 
 
 def parse_device(text: str) -> str:
@@ -63,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
                         help="candidates kept open at each depth, as 1:2,2:2,3:1; '' is plain (default: the model's own)")
     parser.add_argument("--max-rows", type=int, metavar="N", help="rows in a block call, at most (default: 32)")
     parser.add_argument("--lookup", type=int, metavar="N", help="tokens copied ahead where the text repeats (default: 0)")
+    parser.add_argument("--kv-share", type=parse_sharing, metavar="SLOTS:WINDOW",
+                        help="keep the keys and values of only SLOTS recurrences behind the last WINDOW positions, as 1:32")
     parser.add_argument("--pad-rows", type=int, metavar="N", help="bitwise mode: so many rows in every call")
     parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, metavar="K", default=0, help="sample from the K best tokens (default: all)")
@@ -112,7 +122,8 @@ def per_token(result: Result) -> float:
 def generate(options: argparse.Namespace) -> int:
     model, tokenizer = load_model(options)
     prompt = tokenizer.encode(options.prompt, chat=options.chat)
-    common = {"sampling": Sampling(options.temperature, options.top_k, options.top_p, options.seed)}
+    common = {"sampling": Sampling(options.temperature, options.top_k, options.top_p, options.seed),
+              "kv_share": getattr(options, "kv_share", None)}
     schedule = {name: getattr(options, name) for name in ("candidates", "max_rows", "lookup", "pad_rows") if name in options}
     stream, shown = tokenizer.stream(), 0
 
@@ -259,7 +270,7 @@ def time_calls(model: LoopedLM, widths=(1, 2, 4, 8, 16), columns: int = 300, rep
             for i, cell in enumerate(cells):
                 cell.depth = model.recurrences - 1 - i * model.recurrences // rows
             _, call = timed(lambda: (wave.advance(cells), wave.x.sum().item()))
-            columns, positions = wave.place(cells, [0] * rows, wave.spec.coda)
+            columns, positions = wave.place(wave.cache.coda, cells, [0] * rows)
             _, reading = timed(lambda: model.predict(wave.x[columns], positions, wave.cache).argmax(-1).tolist())
             if repeat:                                 # the first round is the warm-up
                 seconds[rows][0].append(call)
@@ -300,20 +311,13 @@ def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int) -> dict
     return results
 
 
-def available_memory(device: str) -> int:
-    if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
 def bench_shape(options: argparse.Namespace) -> int:
     model_class, config = SHAPES[options.bench]
     with torch.device("meta"):
         model = model_class(config)
     size, layer = (2 * sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0]))
     cache = 2 * 2 * config.core * config.recurrences * config.kv_heads * config.head_dim * 400
-    needed, there = size + cache + 2 ** 30, available_memory(options.device)
+    needed, there = size + cache + 2 ** 30, available_memory(torch.device(options.device))
     layers = config.core - max(0, -(-(needed - there) // (layer + cache // config.core)))
     print(f"{options.bench}, random weights, bfloat16 on {machine(options.device)}\n"
           f"needs {needed / 2 ** 30:.1f} GiB of memory, {there / 2 ** 30:.1f} GiB are there")

@@ -24,7 +24,7 @@ from extras.bitwise import differences
 from extras.train_tiny import save_tensors
 from load_weights import CheckpointError, load
 from model import Config, FullAttention, Huginn, Ouro, RMSNorm
-from wfd import Sampling, autoregressive, draft_then_verify, wavefront
+from wfd import KVShare, Sampling, autoregressive, draft_then_verify, wavefront
 
 HERE = Path(__file__).parent
 GOLDEN, TINY = HERE / "golden", HERE / "tiny" / "ouro"
@@ -245,7 +245,7 @@ def test_a_prompt_prefilled_in_stretches_equals_one_in_one_go(monkeypatch):
             caches.append(wave)
         assert caches[0].result.tokens == caches[1].result.tokens
         for one, other in zip(caches[0].cache.stages, caches[1].cache.stages):
-            assert torch.allclose(one, other, atol=1e-9)
+            assert torch.allclose(one.kept, other.kept, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -264,7 +264,8 @@ def test_what_a_dropped_cell_wrote_is_never_read(family):
             while not wave.result.finish:
                 free = sorted(wave.cache.free)
                 for stage in wave.cache.stages:
-                    stage[..., free, :] = 100 * torch.randn_like(stage[..., free, :])
+                    columns = [column * stage.blocks + block for column in free for block in range(stage.blocks)]
+                    stage.kept[..., columns, :] = 100 * torch.randn_like(stage.kept[..., columns, :])
                 wave.step(None)
         assert wave.result.tokens == expected.tokens == autoregressive(model, prompt, 16).tokens
         assert wave.result.calls == expected.calls
@@ -412,6 +413,110 @@ def test_look_ahead_takes_what_followed_the_longest_match():
     assert wave.look_up(wfd.Cell(0, 11, 2, None, 0, 1.0, False)) == [3, 5, 6]    # 0 1 2, rather than the later 1 2
     assert wave.look_up(root) == [5, 6, 1] and wave.look_up(wfd.Cell(1, 13, 5, root, 0, 1.0, False)) == [6, 1, 2]
     assert wave.look_up(wfd.Cell(1, 13, 6, root, 0, 1.0, False)) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharing keys and values between recurrences
+
+
+class SharingByDefinition:
+    """Plain decoding with sharing, from the definition: everything is kept, and every row picks what it may read."""
+
+    def __init__(self, model, share):
+        self.model, self.share, self.kept = model, share, {}
+
+    def attend(self, layer, q, k, v):
+        spec, depth = self.model.kv_spec, self.model.recurrences
+        core = spec.prelude <= layer < spec.prelude + spec.core
+        own, out = self.recurrence if core else 0, []
+        deepest = max(r for r in range(depth) if r % self.share.slots == own % self.share.slots)
+        for row, position in enumerate(range(self.first, self.first + len(q))):
+            self.kept[layer, own, position] = k[row], v[row]
+            far = position - self.share.window if core and not self.prefill else -1           # the last position that is far
+            seen = [self.kept[layer, deepest if i <= far else own, i] for i in range(position + 1)]
+            keys, values = (torch.stack(t).repeat_interleave(q.shape[1] // k.shape[1], 1) for t in zip(*seen))    # [i, H, h]
+            weights = (torch.einsum("hd,ihd->hi", q[row], keys) * q.shape[-1] ** -0.5).softmax(-1)
+            out.append(torch.einsum("hi,ihd->hd", weights, values))
+        return torch.stack(out)
+
+    def logits(self, tokens: list[int], first: int, prefill: bool) -> torch.Tensor:
+        self.first, self.prefill, positions = first, prefill, torch.arange(first, first + len(tokens))
+        e = self.model.embed(torch.tensor(tokens), positions, self)
+        x = self.model.initial_state(e, positions)
+        for self.recurrence in range(self.model.recurrences):
+            x = self.model.recur(x, e, positions, self)
+        return self.model.predict(x, positions, self)[-1]
+
+    @torch.inference_mode()
+    def decode(self, prompt: list[int], new: int) -> list[int]:
+        tokens = [int(self.logits(prompt, 0, True).argmax())]
+        while len(tokens) < new:
+            tokens.append(int(self.logits(tokens[-1:], len(prompt) + len(tokens) - 1, False).argmax()))
+        return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharing_is_the_definition_whatever_the_schedule(family, monkeypatch):
+    rng = random.Random(20)
+    changed = fewer = 0
+    for case in range(250):
+        model = random_model(family, rng)
+        depth, prompt = model.recurrences, [rng.randrange(model.vocab) for _ in range(rng.choice((1, 2, 5, 12, 20)))]
+        share = KVShare(rng.choice([slots for slots in {1, 2, depth - 1, depth} if 1 <= slots <= depth]), rng.choice((1, 2, 3, 4, 8, 16, 50)))
+        monkeypatch.setattr(wfd, "PREFILL_ROWS", rng.choice((512, 5)))
+        common = {"kv_share": share, "sampling": random_sampling(rng)}
+        plain, full = (autoregressive(model, prompt, 14, **options) for options in (common, {"sampling": common["sampling"]}))
+        assert plain.tokens == full.tokens or share.slots < depth
+        changed += plain.tokens != full.tokens
+        if case % 3 == 0 and not common["sampling"]:
+            assert plain.tokens == SharingByDefinition(model, share).decode(prompt, 14), (case, share)
+
+        candidates, rows, waves = {k: rng.randint(1, 3) for k in range(1, depth)}, rng.choice((1, 2, 4, 8, 32)), []
+        result = wavefront(model, prompt, 14, candidates=candidates, max_rows=rows, lookup=rng.choice((0, 0, 3)),
+                           pad_rows=rng.choice((None, None, rows)), on_call=waves.append, **common)
+        assert result.tokens == plain.tokens, (case, share, candidates, rows)
+        assert all(row.position < min(row.position for row in wave.rows) + share.window for wave in waves for row in wave.rows)
+        fewer += result.calls < plain.calls
+        d, length = rng.randint(1, depth), rng.randint(0, 5)
+        assert draft_then_verify(model, prompt, 14, draft_depth=d, draft_len=length, **common).tokens == plain.tokens
+    assert changed > 12 and fewer > 100, (changed, fewer)
+
+
+@pytest.mark.parametrize("slots", (1, 2, 4))
+def test_sharing_is_the_published_one_where_that_has_no_window(slots):
+    model, _, _ = golden("zeros")
+    for prompt in json.loads((GOLDEN / "huginn-a" / "golden.json").read_text())["prompts"]:
+        entry = prompt["kv_sharing"][f"compress-s{4 * slots}.prefill8.decode8"]
+        tokens = entry["tokens"][:entry["first_near_tie"]]
+        for decode in (autoregressive, wavefront):
+            assert decode(model, prompt["ids"], 32, kv_share=KVShare(slots, 1)).tokens[:len(tokens)] == tokens
+
+
+def test_the_bytes_of_a_cache_are_those_of_its_formula():
+    model, tokenizer = load(GOLDEN / "huginn-a")                             # 2 + 4 + 2 layers, 8 recurrences, 4 heads of 16
+    def column(layers): return layers * 2 * 4 * 16 * 4
+    prompt, new, far = IDS, 30, len(IDS) + 30 - 1
+    assert autoregressive(model, prompt, new).stats["cache_bytes"] == column(4 * 8 + 4) * (far + 1)
+    for slots, window, rows in ((1, 8, 16), (2, 4, 4), (8, 3, 5)):
+        near = window - 1 + rows
+        result = wavefront(model, prompt, new, max_rows=rows, kv_share=KVShare(slots, window))
+        assert result.stats["cache_bytes"] == column(4 * slots) * far + column(4 * 8) * near + column(4) * (far + near)
+    huge = autoregressive(model, prompt, new, kv_share=KVShare(2, 10 ** 9))  # a window beyond the text costs no more than the text
+    assert huge.stats["cache_bytes"] == column(4 * 2) * far + column(4 * 8) * far + column(4) * 2 * far
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
+    model, _ = load(GOLDEN / "huginn-a")
+    needed = autoregressive(model, IDS, 30).stats["cache_bytes"]
+    monkeypatch.setattr(wfd, "available_memory", lambda device: needed)
+    autoregressive(model, IDS, 30)
+    monkeypatch.setattr(wfd, "available_memory", lambda device: needed - 1)
+    monkeypatch.setattr(model, "embed", None)                                # before the prefill
+    with pytest.raises(ValueError, match="35 positions take 0.0 GiB, but cpu has 0.0 GiB free"):
+        autoregressive(model, IDS, 30)
+    for share in (KVShare(0, 4), KVShare(9, 4), KVShare(2, 0), KVShare(2, 1.5)):
+        with pytest.raises(ValueError, match="1 to 8 slots"):
+            autoregressive(model, IDS, 30, kv_share=share)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

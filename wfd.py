@@ -43,6 +43,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -181,50 +182,129 @@ class Cell:
 # from whatever depth its prediction was last read at. That can mislead drafts, but no token: at depth T a cell's
 # ancestors have been read at depth T before it, or are read in the same call, and have overwritten theirs.
 #
-# A call's rows stand at different depths, so they read different planes. They are laid out as a grid with one line
-# for each depth, and a single attention call serves all lines, each as a batch element with its own plane. Rows at
-# depths 2, 1, 1 make two lines of two places: row 1 and row 2; row 0 and a place left over.
+# T planes are a lot of memory. With sharing, far positions keep only `slots` planes of the looped block: recurrence r
+# reads plane r mod slots, which holds the deepest recurrence of that class (the last `slots` recurrences are one of
+# each). That is another function than the model's own, so all decoders must agree on it whatever their schedule; hence
+# the window. Position q at recurrence r attends to
+#
+#     far   i <= q - window    what i left in plane r mod slots when it was finished
+#     near  i >  q - window    what i wrote at recurrence r itself, be it finished or in flight
+#
+# No cell may start further than `window` behind the last finished position, so what is far is always finished. The
+# near columns keep all T recurrences, for the last finished positions too: for each recurrence of a class a column
+# in the same plane. So all rows of a class, whatever their depths, are served by one pass over one plane.
+#
+# A call's rows may read different planes. They are laid out as a grid with one line for each plane, and a single
+# attention call serves all lines, each as a batch element with its own plane. Rows that read planes 2, 1, 1 make two
+# lines of two places: row 1 and row 2; row 0 and a place left over.
+
+
+@dataclass(frozen=True)
+class KVShare:
+    """Cross-recurrence sharing of keys and values: all but the last `window` positions keep those of `slots` recurrences."""
+    slots: int
+    window: int
+
+
+class Stage:
+    """The keys and values of layers through which every cell passes `passes` times, kept in `slots` planes."""
+
+    def __init__(self, spec, layers: int, passes: int, slots: int, near: int, far: int):
+        self.slots, self.blocks = slots, -(-passes // slots)                 # a near column takes `blocks` columns of a plane
+        self.far = near * self.blocks                                        # the column of position 0
+        self.last = torch.arange(passes - slots, passes, device=spec.device).roll(passes % slots)  # of each class the deepest
+        self.kept = torch.zeros(layers, 2, slots, spec.heads, self.far + far, spec.head_dim,   # keys and values: [layers, 2,
+                                dtype=spec.dtype, device=spec.device)                          #  planes, K, columns, h]
+
+    def address(self, passes, near):
+        """The plane and the column of what a near column holds of a pass; ints or tensors."""
+        return passes % self.slots, near * self.blocks + passes // self.slots
 
 
 class Cache:
-    def __init__(self, spec, recurrences: int, near: int, far: int):
-        plane, new = (spec.heads, near + far, spec.head_dim), {"dtype": spec.dtype, "device": spec.device}
-        self.stages = [torch.zeros(layers, 2, planes, *plane, **new)         # [layers, keys and values, planes, K, columns, h]
-                       for layers, planes in ((spec.prelude, 1), (spec.core, recurrences), (spec.coda, 1))]
-        self.layers = [layer for stage in self.stages for layer in stage]
-        self.near, self.columns = near, near + far
+    """Keys and values of everything before and in the wavefront: `near` cells at a time, `far` positions.
+
+    Takes 2 x K x h x (bytes of a number) for each of these, a column in a plane of a layer:
+        core x slots x (far + blocks x near)  +  (prelude + coda) x (far + near)
+    with slots = T and blocks = 1, or as shared, where blocks = T / slots, rounded up.
+    """
+
+    def __init__(self, spec, recurrences: int, near: int, far: int, share: KVShare | None):
+        slots, self.window = (share.slots, share.window) if share else (recurrences, 1)
+        layers = ((spec.prelude, 1, 1), (spec.core, recurrences, slots), (spec.coda, 1, 1))
+        needed = 2 * spec.heads * spec.head_dim * spec.dtype.itemsize * sum(
+            n * planes * (far + -(-passes // planes) * near) for n, passes, planes in layers)
+        free = available_memory(spec.device)
+        check(needed <= free, f"the keys and values of {far} positions take {needed / 2 ** 30:.1f} GiB, but {spec.device} has "
+              f"{free / 2 ** 30:.1f} GiB free: shorten the text, or share them between recurrences (kv_share)")
+        self.stages = self.prelude, self.core, self.coda = [Stage(spec, *stage, near, far) for stage in layers]
+        self.layers = [layer for stage in self.stages for layer in stage.kept]
+        self.bytes = sum(stage.kept.nbytes for stage in self.stages)
+        self.near, self.share = near, share
         self.free = set(range(near))
         self.finished = 0                                                    # far columns filled
-        self.seen = torch.full((near, near), -torch.inf, **new)              # row: a near column; 0 at those it attends to
-        self.bytes = sum(stage.nbytes for stage in self.stages)
+        self.held: dict[int, int] = {}                                       # finished position -> the near column it still has
+        self.seen = torch.full((near, near), -torch.inf, dtype=spec.dtype, device=spec.device)
+        self.latest = 0                                                      # near column of the last finished position
+
+    # `seen` has a row for every near column, with 0 at the columns that its cell attends to.
+
+    def take(self) -> int:
+        """A free column: the one next to the far columns, so that few unused ones in between are read."""
+        column = max(self.free)
+        self.free.remove(column)
+        return column
 
     def open(self, cell: Cell) -> None:
-        """A new cell sees what its parent sees, and itself."""
-        self.seen[cell.column] = self.seen[cell.parent.column] if cell.parent else -torch.inf
+        """A new cell sees what its parent sees, and itself, without what leaves the window."""
+        self.seen[cell.column] = self.seen[cell.parent.column if cell.parent else self.latest]
+        if self.share and cell.position - self.window in self.held:
+            self.seen[cell.column, self.held[cell.position - self.window]] = -torch.inf
         self.seen[cell.column, cell.column] = 0
 
     def finish(self, cell: Cell) -> None:
-        """Copy a cell's column to its place among the finished positions; descendants read it there from now on."""
+        """Copy a cell's column to its place among the finished positions, and release the one that no row reads any more."""
         for stage in self.stages:
-            stage[..., self.near + cell.position, :] = stage[..., cell.column, :]
-        self.seen[:, cell.column] = -torch.inf
-        self.free.add(cell.column)
-        self.finished = cell.position + 1
+            planes, columns = stage.address(stage.last, cell.column)
+            stage.kept[..., stage.far + cell.position, :] = stage.kept[:, :, planes, :, columns].movedim(0, 2)
+        self.finished, self.latest = cell.position + 1, cell.column
+        self.held[cell.position] = cell.column
+        if (column := self.held.pop(self.finished - self.window, None)) is not None:
+            self.seen[:, column] = -torch.inf
+            self.free.add(column)
 
-    def aim_at_prompt(self, positions: Tensor, depth: int) -> None:
-        """The next attend calls are for a stretch of the prompt, all its rows at one depth."""
+    def open_prompt(self, length: int) -> None:
+        """The last positions of a prompt get near columns too, if they are within a window of what follows."""
+        for position in range(max(0, length + 1 - self.window), length):
+            self.held[position] = self.latest = self.take()
+        self.seen[self.latest, list(self.held.values())] = 0
+
+    def aim_at_prompt(self, stage: Stage, positions: Tensor, depth: int) -> None:
+        """The next attend calls are for a stretch of the prompt, all its rows at one depth. There all is near."""
         self.finished = int(positions[-1]) + 1
         future = torch.arange(self.finished, device=positions.device) > positions[:, None]    # [rows, positions]
         mask = torch.zeros_like(future, dtype=self.seen.dtype).masked_fill_(future, -torch.inf)
-        self.aim([depth] * len(positions), self.near + positions, self.near, mask)
+        columns, rows = stage.far + positions, None
+        if held := [(i, self.held[position]) for i, position in enumerate(positions.tolist()) if position in self.held]:
+            again, near = torch.tensor(held, device=positions.device).T      # these rows write to two columns
+            columns = torch.cat((columns, stage.address(depth, near)[1]))
+            rows = torch.cat((positions - positions[0], again))
+        self.aim([depth % stage.slots] * len(positions), slice(stage.far, stage.far + self.finished), mask)
+        self.writes = torch.full_like(columns, depth % stage.slots), columns, rows
 
-    def aim_at_cells(self, columns: Tensor, depths: list[int], first: int) -> None:
-        """The next attend calls are for cells in flight. `first` is the lowest column that any cell holds."""
-        mask = self.seen.new_zeros(len(depths), self.near - first + self.finished)            # [rows, columns read]
-        mask[:, :self.near - first] = self.seen[columns, first:]
-        self.aim(depths, columns, first, mask)
+    def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor, first: int) -> None:
+        """The next attend calls are for cells in flight. `first` is the lowest near column that is in use."""
+        passes = torch.tensor(depths, device=columns.device)
+        near = self.seen.new_full((len(depths), self.near - first, stage.blocks), -torch.inf)
+        near[torch.arange(len(depths)), :, passes // stage.slots] = self.seen[columns, first:]
+        far = self.seen.new_zeros(len(depths), self.finished)
+        if self.share:
+            far.masked_fill_(torch.arange(self.finished, device=columns.device) > positions[:, None] - self.window, -torch.inf)
+        self.aim([depth % stage.slots for depth in depths], slice(first * stage.blocks, stage.far + self.finished),
+                 torch.cat((near.flatten(1), far), dim=1))                   # [rows, columns read]
+        self.writes = *stage.address(passes, columns), None
 
-    def aim_in_order(self, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
+    def aim_in_order(self, stage: Stage, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
         """The next attend calls are for cells in flight, in bitwise mode: see section 5.
 
         Every row gets the keys of its own text in position order, gathered, as a batch element with one query. Behind
@@ -232,42 +312,42 @@ class Cache:
         """
         length = -(-max(self.finished, *(cell.position + 1 for cell in cells)) // 64) * 64
         place = torch.arange(length, device=columns.device)
-        order = (self.near + place).clamp(max=self.columns - 1).repeat(len(depths), 1)        # [rows, columns read]
-        for row, cell in enumerate(cells):
-            for ancestor in cell.lineage():
-                order[row, ancestor.position] = ancestor.column
-        planes = torch.tensor(depths, device=columns.device)
+        order = (stage.far + place).clamp(max=stage.kept.shape[-2] - 1).repeat(len(depths), 1)    # [rows, columns read]
+        for row, (cell, depth) in enumerate(zip(cells, depths)):
+            near = {position: column for position, column in self.held.items() if position > cell.position - self.window}
+            for position, column in (near | {ancestor.position: ancestor.column for ancestor in cell.lineage()}).items():
+                order[row, position] = stage.address(depth, column)[1]
         self.grid = self.home = None
-        self.order, self.writes = (planes[:, None], order), (planes, columns)
+        self.writes = *stage.address(torch.tensor(depths, device=columns.device), columns), None
+        self.order = self.writes[0][:, None], order
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
 
-    def aim(self, depths: list[int], columns: Tensor, first: int, mask: Tensor) -> None:
-        """Row i writes column columns[i] of plane depths[i], and reads columns `first` and up through its mask."""
-        low, high, length = min(depths), max(depths), max(Counter(depths).values())
-        apart = math.gcd(*(depth - low for depth in depths)) or 1            # a plain slice takes every so many planes
+    def aim(self, planes: list[int], reads: slice, mask: Tensor) -> None:
+        """Row i reads these columns of plane planes[i] through its mask. mask [rows, columns read]."""
+        low, high, length = min(planes), max(planes), max(Counter(planes).values())
+        apart = math.gcd(*(plane - low for plane in planes)) or 1            # a plain slice takes every so many planes
         lines = (high - low) // apart + 1
         if mask.dtype.itemsize == 2:                   # a single query a line takes CPUs longer than two in half precision
             length = max(length, 2)
         home, taken = [], Counter()                    # the place of each row in the grid
-        for depth in depths:
-            home.append((depth - low) // apart * length + taken[depth])
-            taken[depth] += 1
+        for plane in planes:
+            home.append((plane - low) // apart * length + taken[plane])
+            taken[plane] += 1
         grid = [0] * (lines * length)                  # the row in each place; what is left repeats row 0, and nobody looks
         for row, place in enumerate(home):
             grid[place] = row
-        planes, home, grid = torch.tensor(depths + home + grid, device=mask.device).split([len(depths), len(home), len(grid)])
         self.home = self.grid = self.order = None
-        if lines > 1 or length > len(depths):          # otherwise the rows are the grid
-            self.home, self.grid, mask = home, grid, mask[grid]
-        self.planes, self.reads = slice(low, high + 1, apart), slice(first, self.near + self.finished)
-        self.writes = planes, columns
+        if lines > 1 or length > len(planes):          # otherwise the rows are the grid
+            self.home, self.grid = torch.tensor(home + grid, device=mask.device).split([len(home), len(grid)])
+            mask = mask[self.grid]
+        self.planes, self.reads = slice(low, high + 1, apart), reads
         self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
-        stored, (planes, columns) = self.layers[layer], self.writes          # [2, planes, K, columns, h]
+        stored, (planes, columns, rows) = self.layers[layer], self.writes    # [2, planes, K, columns, h]
         for kept, new in zip(stored, (k, v)):
-            kept[planes, :, columns] = new
+            kept[planes, :, columns] = new if rows is None else new[rows]
         if self.order is None:
             keys, values = stored[:, self.planes, :, self.reads]             # [lines, K, columns read, h] each
         else:
@@ -279,6 +359,14 @@ class Cache:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=q.shape[1] != keys.shape[1])
         out = out.transpose(1, 2).flatten(0, 1)                              # [lines * length, H, h]
         return out if self.home is None else out[self.home]
+
+
+def available_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" and Path("/proc/meminfo").exists() else ()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -348,6 +436,7 @@ class Wavefront:
     lookup: int = 0
     eos_ids: Collection[int] = ()
     sampling: Sampling | None = None
+    kv_share: KVShare | None = None
     pad_rows: int | None = None
 
     def __post_init__(self):
@@ -364,6 +453,10 @@ class Wavefront:
             check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
         check(self.pad_rows is None or self.pad_rows >= self.max_rows,
               f"pad_rows must be at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
+        share = self.kv_share
+        check(share is None or (isinstance(share.slots, int) and isinstance(share.window, int)
+                                and 1 <= share.slots <= self.depth and share.window >= 1),
+              f"kv_share needs 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
         for k, n in self.candidates.items():
             check(isinstance(k, int) and isinstance(n, int) and 1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1),
                   f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {self.depth}, numbers from 1 up, and depth "
@@ -397,22 +490,24 @@ class Wavefront:
         what the stretches before it stored at that recurrence. A coda needs every position's keys and values.
         """
         spare = 1 if self.pad_rows else 0              # column 0, for the rows that only fill up
-        self.cache = cache = Cache(self.spec, self.depth, near=self.room + spare, far=self.last + 1)
+        held = min(self.kv_share.window, self.last + 1) - 1 if self.kv_share else 0
+        self.cache = cache = Cache(self.spec, self.depth, near=held + self.room + spare, far=self.last + 1, share=self.kv_share)
         cache.free -= set(range(spare))
+        cache.open_prompt(len(self.text))
         self.result.stats["cache_bytes"] = cache.bytes
         model, tokens = self.model, self.tensor(self.text)
         stretches = torch.arange(len(tokens), device=tokens.device).split(PREFILL_ROWS)
         e, x = [], []
         for positions in stretches:
-            cache.aim_at_prompt(positions, 0)
+            cache.aim_at_prompt(cache.prelude, positions, 0)
             e.append(model.embed(tokens[positions], positions, cache))                        # [rows, d]
             x.append(model.initial_state(e[-1], positions))
         for k in range(self.depth):
             for i, positions in enumerate(stretches):
-                cache.aim_at_prompt(positions, k)
+                cache.aim_at_prompt(cache.core, positions, k)
                 x[i] = model.recur(x[i], e[i], positions, cache)
         for i, positions in enumerate(stretches):
-            cache.aim_at_prompt(positions, 0)
+            cache.aim_at_prompt(cache.coda, positions, 0)
             logits = model.predict(x[i], positions, cache, select=self.tensor([len(positions) - 1]))
         self.x, self.e = (t[0].new_zeros(cache.near, t[0].shape[-1]) for t in (x, e))         # of the cells in flight
         self.x[0], self.e[0] = x[0][0], e[0][0]                              # something finite for rows that only fill up
@@ -441,7 +536,7 @@ class Wavefront:
         while self.started:
             cells, self.started = self.started[:at_once], self.started[at_once:]
             self.cells += cells
-            columns, positions = self.place(cells, [0] * len(cells), self.spec.prelude)
+            columns, positions = self.place(self.cache.prelude, cells, [0] * len(cells))
             tokens = self.tensor([cell.token for cell in cells] + self.text[:1] * (len(columns) - len(cells)))
             e = self.model.embed(tokens, positions, self.cache)                               # [rows, d]
             x = self.model.initial_state(e, positions)
@@ -463,19 +558,20 @@ class Wavefront:
         chosen = set(sorted(self.cells, key=path.get, reverse=True)[:self.max_rows])
         return [cell for cell in self.cells if cell in chosen]
 
-    def place(self, cells: list[Cell], depths: list[int], layers: int) -> tuple[Tensor, Tensor]:
-        """Point the cache at these cells, if the model call that follows has layers. Their columns and positions."""
+    def place(self, stage: Stage, cells: list[Cell], depths: list[int]) -> tuple[Tensor, Tensor]:
+        """Point the cache at these cells for the model call that follows, if it has layers. Their columns and positions."""
         filling = [0] * ((self.pad_rows or 0) - len(cells))
         columns, positions = self.tensor([[cell.column for cell in cells] + filling, [cell.position for cell in cells] + filling])
-        if layers and self.pad_rows:
-            self.cache.aim_in_order(cells, columns, depths + filling, positions)
-        elif layers:
-            self.cache.aim_at_cells(columns, depths, first=min(cell.column for cell in self.cells))
+        if len(stage.kept) and self.pad_rows:
+            self.cache.aim_in_order(stage, cells, columns, depths + filling, positions)
+        elif len(stage.kept):
+            first = min(*(cell.column for cell in self.cells), self.cache.near, *self.cache.held.values())
+            self.cache.aim_at_cells(stage, columns, depths, positions, first)
         return columns, positions
 
     def advance(self, rows: list[Cell]) -> None:
         """The block call: every row does one recurrence, each at its own depth."""
-        columns, positions = self.place(rows, [cell.depth for cell in rows], self.spec.core)
+        columns, positions = self.place(self.cache.core, rows, [cell.depth for cell in rows])
         x = self.model.recur(self.x[columns], self.e[columns], positions, self.cache)         # [rows, d]
         self.x[columns[:len(rows)]] = x[:len(rows)]
         self.result.calls += 1
@@ -485,7 +581,7 @@ class Wavefront:
 
     def read(self, cells: list[Cell]) -> None:
         """Read the predictions of these cells, parents first, and let the tree follow them."""
-        columns, positions = self.place(cells, [0] * len(cells), self.spec.coda)
+        columns, positions = self.place(self.cache.coda, cells, [0] * len(cells))
         logits = self.model.predict(self.x[columns], positions, self.cache)[:len(cells)]      # [rows, V]
         self.result.stats["predict_calls"] += 1
         predictions = self.interpret(logits, [cell.position + 1 for cell in cells], max(self.candidates[c.depth] for c in cells))
@@ -550,9 +646,9 @@ class Wavefront:
         """
         if not self.cache.free or position > self.last or token in self.eos_ids:
             return False
-        column = max(self.cache.free)                  # next to the far columns: few unused ones in between are read
-        self.cache.free.remove(column)
-        cell = Cell(self.numbers, position, token, parent, column, probability, looked_up)
+        if self.kv_share and position >= self.cache.finished + self.kv_share.window:
+            return False
+        cell = Cell(self.numbers, position, token, parent, self.cache.take(), probability, looked_up)
         self.numbers += 1
         self.cache.open(cell)
         self.started.append(cell)
@@ -593,19 +689,21 @@ class Wavefront:
 
 @torch.inference_mode()
 def decode(model, prompt: list[int], max_new_tokens: int, settings: dict, *, eos_ids: Collection[int] = (),
-           sampling: Sampling | None = None, pad_rows: int | None = None,
+           sampling: Sampling | None = None, kv_share: KVShare | None = None, pad_rows: int | None = None,
            on_call: Callable[[Wave], None] | None = None) -> Result:
     """What all decoders do, with their own settings and the options that all of them take.
 
     eos_ids    token ids behind one of which generation ends ("stop"). It also ends with max_new_tokens ("length") and where
                the model's context ends ("context"). A stop token in the prompt stops nothing.
     sampling   a Sampling; None is greedy
+    kv_share   a KVShare: less memory, and another function than the model's own (section 3), the same for all decoders
     pad_rows   bitwise mode, with this number of rows in every call
     on_call    a function that receives a Wave after every block call
 
     Raises ValueError for arguments that make no sense, and for logits that are not finite.
     """
-    return Wavefront(model, prompt, max_new_tokens, eos_ids=eos_ids, sampling=sampling, pad_rows=pad_rows, **settings).run(on_call)
+    return Wavefront(model, prompt, max_new_tokens, eos_ids=eos_ids, sampling=sampling, kv_share=kv_share, pad_rows=pad_rows,
+                     **settings).run(on_call)
 
 
 def autoregressive(model, prompt: list[int], max_new_tokens: int, **options) -> Result:
@@ -635,5 +733,6 @@ def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict
     check(isinstance(max_rows, int) and 1 <= max_rows <= 1024, f"max_rows must be an integer from 1 to 1024, not {max_rows}")
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
-    settings = {"candidates": candidates, "max_rows": max_rows, "room": 2 * max_rows, "lookup": lookup}
+    room = max_rows if options.get("kv_share") else 2 * max_rows             # with sharing, near columns are what costs memory
+    settings = {"candidates": candidates, "max_rows": max_rows, "room": room, "lookup": lookup}
     return decode(model, prompt, max_new_tokens, settings, **options)
