@@ -2,20 +2,28 @@
 
     python demo.py
     python demo.py --model ByteDance/Ouro-2.6B --chat --prompt "Why is the sky blue?"
+    python demo.py --trace wavefront.svg    the whole generation as a picture
     python demo.py --bench                  every method side by side
     python demo.py --bench ouro-2.6b        what this machine would give, before the checkpoint is downloaded
+    python demo.py --spec-bench question.jsonl    the six categories of Spec-Bench
 
 Exit status: 0; 1 when the tokens differ from plain decoding; 2 for bad input; 130 when interrupted.
 """
 
 import argparse
+import html
+import json
 import os
+import platform
+import shutil
 import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")      # torch says so, but nothing here needs it
 # On AMD processors MKL multiplies small float32 batches almost twice as fast when this is set, to its own default.
@@ -25,7 +33,7 @@ import torch  # noqa: E402
 
 from load_weights import load  # noqa: E402
 from model import Config, Huginn, LoopedLM, Ouro  # noqa: E402
-from wfd import KVShare, Result, Sampling, Wavefront, autoregressive, available_memory, draft_then_verify, wavefront  # noqa: E402
+from wfd import KVShare, Result, Sampling, Wave, Wavefront, autoregressive, available_memory, draft_then_verify, wavefront  # noqa: E402
 
 TINY = Path(__file__).parent / "tiny"
 PROMPT = "It was a rainy afternoon in November, and Anne"
@@ -65,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPT)
     parser.add_argument("--chat", action="store_true", default=False,
                         help="take the prompt as a user's message, rendered by the model's chat template")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=120, help="(default: 120)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(default: 120; with --spec-bench 1024)")
     parser.add_argument("--recurrences", type=int, metavar="T", help="depth to decode at (default: the model's own)")
     parser.add_argument("--candidates", type=parse_candidates, metavar="DEPTH:N,...",
                         help="candidates kept open at each depth, as 1:2,2:2,3:1; '' is plain (default: the model's own)")
@@ -80,9 +88,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of sampling and of Huginn's initial states")
     parser.add_argument("--device", type=parse_device, metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    parser.add_argument("--trace", type=Path, metavar="FILE.svg", help="write a picture of the generation")
     parser.add_argument("--bench", nargs="?", const="loaded", choices=("loaded", *SHAPES), metavar="SHAPE",
                         help="compare all methods, greedy, on texts of its own; or tell what to expect of "
                         f"{', '.join(SHAPES)}")
+    parser.add_argument("--spec-bench", type=Path, metavar="FILE", help="compare on Spec-Bench's question.jsonl, and resume where "
+                        "an earlier run was interrupted")
+    parser.add_argument("--limit", type=int, metavar="N", help="with --spec-bench: questions of each category (default: all)")
+    parser.add_argument("--methods", metavar="NAME,...", help="with --spec-bench: " + ", ".join(METHODS) + " (default: "
+                        + ",".join(SPEC_BENCH_METHODS) + ")")
     return parser.parse_args()
 
 
@@ -121,28 +135,23 @@ def per_token(result: Result) -> float:
 
 def generate(options: argparse.Namespace) -> int:
     model, tokenizer = load_model(options)
-    prompt = tokenizer.encode(options.prompt, chat=options.chat)
+    prompt, new = tokenizer.encode(options.prompt, chat=options.chat), getattr(options, "max_new_tokens", 120)
     common = {"sampling": Sampling(options.temperature, options.top_k, options.top_p, options.seed),
               "kv_share": getattr(options, "kv_share", None)}
     schedule = {name: getattr(options, name) for name in ("candidates", "max_rows", "lookup", "pad_rows") if name in options}
-    stream, shown = tokenizer.stream(), 0
-
-    def show(tokens: list[int]) -> None:
-        nonlocal shown
-        print(stream.push([t for t in tokens[shown:] if t not in tokenizer.eos_ids]), end="", flush=True)
-        shown = len(tokens)
-
     for decode, settings in ((wavefront, schedule), (autoregressive, {})):   # warm-up
-        decode(model, prompt, min(options.max_new_tokens, 8), **settings, **common)
-    print(options.prompt, end="\n\n" if options.chat else "", flush=True)
+        decode(model, prompt, min(new, 8), **settings, **common)
     common["eos_ids"] = tokenizer.eos_ids
-    ours, seconds = timed(wavefront, model, prompt, options.max_new_tokens, **schedule, **common,
-                          on_call=lambda wave: show(wave.tokens))
-    show(ours.tokens)
-    print(stream.end() + "\n", flush=True)
-    plain, plain_seconds = timed(autoregressive, model, prompt, options.max_new_tokens, **common)
+    in_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    view = (Picture if in_terminal else Text)(options, tokenizer, len(prompt), model.recurrences)
+    try:
+        ours, seconds = timed(wavefront, model, prompt, new, **schedule, **common, on_call=view.show)
+        view.finish(ours.tokens, seconds)
+    finally:                                           # also when interrupted
+        view.end()
+    plain, plain_seconds = timed(autoregressive, model, prompt, new, **common)
     if "pad_rows" in options:                          # equal to the bit means: to plain decoding in the same mode
-        reference = autoregressive(model, prompt, options.max_new_tokens, pad_rows=options.pad_rows, **common).tokens
+        reference = autoregressive(model, prompt, new, pad_rows=options.pad_rows, **common).tokens
     else:
         reference = plain.tokens
 
@@ -153,6 +162,11 @@ def generate(options: argparse.Namespace) -> int:
     stats = ours.stats
     print(f"\n{len(ours.tokens)} tokens ({ours.finish}); drafts accepted {stats['accepted']}, rejected {stats['rejected']}; "
           f"{plain.calls / max(ours.calls, 1):.2f}x fewer calls, {plain_seconds / seconds:.2f}x plain's speed")
+    if common["kv_share"]:
+        print(f"keys and values, shared by both: {stats['cache_bytes'] / 2 ** 20:.1f} MiB")
+    if "trace" in options:
+        options.trace.write_text(trace_svg(view.waves, tokenizer, len(prompt), model.recurrences), encoding="utf-8")
+        print(f"picture: {options.trace}")
     return report_identity(ours.tokens == reference, options)
 
 
@@ -165,7 +179,153 @@ def report_identity(identical: bool, options: argparse.Namespace) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 3. --bench: every method on the loaded model
+# 3. What is seen of a generation: its text; in a terminal the wavefront as well; and the whole of it as an SVG
+
+
+class Text:
+    """The text, as its tokens become certain."""
+
+    def __init__(self, options: argparse.Namespace, tokenizer, prompt_length: int, depth: int):
+        self.tokenizer, self.prompt_length, self.depth = tokenizer, prompt_length, depth
+        self.prompt = options.prompt + ("\n\n" if options.chat else "")
+        self.stream, self.printed, self.waves = tokenizer.stream(), 0, []
+
+    def print(self, tokens: list[int]) -> None:
+        piece = self.stream.push([token for token in tokens[self.printed:] if token not in self.tokenizer.eos_ids])
+        print("" if self.printed else self.prompt, piece, sep="", end="", flush=True)
+        self.printed = len(tokens)
+
+    def show(self, wave: Wave) -> None:
+        self.waves.append(wave)
+        self.print(wave.tokens)
+
+    def finish(self, tokens: list[int], seconds: float) -> None:
+        self.print(tokens)
+
+    def end(self) -> None:
+        print(self.stream.end() + "\n", flush=True)
+
+
+class Picture(Text):
+    """The wavefront, redrawn in place: positions across, depth as height, the text with its drafts beneath."""
+
+    MARKS = {"dropped": "x", "advanced": "o", "drafted": "+", "corrected": "!", "verified": "*"}    # where two cells meet, the last wins
+    COLOURS = {"x": 31, "o": 34, "+": 36, "!": 33, "*": 32, "=": 32}
+    FRAME = 0.04                                       # seconds between two drawings, at least
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.height, self.lines, self.next_drawing, self.tokens = min(self.depth, 16), 0, 0.0, []
+
+    def show(self, wave: Wave) -> None:
+        self.waves.append(wave)
+        self.tokens = wave.tokens
+        if time.perf_counter() >= self.next_drawing:
+            self.draw(wave)
+            self.next_drawing = time.perf_counter() + self.FRAME
+
+    def finish(self, tokens: list[int], seconds: float) -> None:
+        """What went by too fast to be seen is shown again, in slow motion."""
+        if seconds < len(self.waves) * self.FRAME:
+            for wave in self.waves:
+                self.draw(wave)
+                time.sleep(self.FRAME)
+        self.tokens = tokens
+
+    def end(self) -> None:
+        """The picture goes, the text stays."""
+        if self.lines:
+            print(f"\x1b[{self.lines}F\x1b[J", end="")
+        self.print(self.tokens)
+        super().end()
+
+    def draw(self, wave: Wave) -> None:
+        lines = self.frame(wave, shutil.get_terminal_size().columns)
+        print((f"\x1b[{self.lines}F" if self.lines else "") + "".join(f"{line}\x1b[K\n" for line in lines), end="", flush=True)
+        self.lines = len(lines)
+
+    def frame(self, wave: Wave, columns: int) -> list[str]:
+        finished, width = self.prompt_length + len(wave.tokens) - 1, max(1, (columns - 10) // 2)
+        left = max(self.prompt_length, finished - width // 2)
+        marks = {(self.height, position): "=" for position in range(left, finished)}
+        for event, mark in self.MARKS.items():
+            for row in wave.rows:
+                if row.event == event:
+                    marks[-(-row.depth * self.height // self.depth), row.position] = mark
+        lines = []
+        for level in range(self.height, 0, -1):
+            line = (marks.get((level, position), " ") for position in range(left, left + width))
+            lines.append(f"{level * self.depth // self.height:6} |  " + "".join(
+                f"\x1b[{self.COLOURS[mark]}m{mark} \x1b[m" if mark != " " else "  " for mark in line))
+        return [*lines, "", *self.text_lines(wave, columns - 11), "",
+                f" call {wave.call}: {len(wave.tokens)} tokens; plain decoding makes {(len(wave.tokens) - 1) * self.depth} calls for them",
+                " + starts a draft  o advances  * verified  ! corrected  x dropped  = finished"]
+
+    def text_lines(self, wave: Wave, width: int, height: int = 3) -> list[str]:
+        """The end of the text, and in grey what the oldest drafts would append."""
+        drafts, children = [], {row.parent: row for row in reversed(wave.rows) if row.event != "dropped"}
+        row = children.get(None)
+        while row and (row := children.get(row.number)):
+            drafts.append(row.token)
+        parts = [self.prompt + self.tokenizer.decode(wave.tokens), self.tokenizer.decode(drafts)[:2 * width]]
+        certain, guessed = ("".join(c if c.isprintable() else " " for c in part) for part in parts)
+        room = width * height - len(guessed)
+        text = certain[-room:] + guessed
+        split = len(text) - len(guessed)
+        lines = []
+        for start in range(0, width * height, width):
+            cut = min(max(split - start, 0), width)
+            line = text[start:start + width]
+            lines.append(f"        {line[:cut]}\x1b[90m{line[cut:]}\x1b[m")
+        return lines
+
+
+def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> str:
+    """A whole generation: block calls down, positions across, the depth in every cell; beside the diagonal, the text."""
+    size, left, top, tokens = 18, 120, 20, waves[-1].tokens if waves else []
+    fed = len(tokens) - 1                              # the last token is emitted and never fed
+    width, bottom = left + max(fed + 4, 36) * size, top + len(waves) * size
+    blue, green, red, orange, grey = "#3b82f6", "#16a34a", "#ef4444", "#f59e0b", "#848d97"
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 70}" width="{width}" height="{bottom + 70}" '
+           'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">']
+
+    def write(x: float, y: float, text: str, colour: str = grey, anchor: str = "start", size: float = 11) -> None:
+        out.append(f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{html.escape(text)}</text>')
+
+    def square(x: float, y: float, fill: str, edge: str, opacity: float) -> None:
+        out.append(f'<rect x="{x + 1}" y="{y + 1}" width="{size - 2}" height="{size - 2}" rx="4" fill="{fill}" '
+                   f'fill-opacity="{opacity:.2f}" stroke="{edge}" stroke-width="1.5"/>')
+    finished = {row.number for wave in waves for row in wave.rows if row.depth == depth and row.event != "dropped"}
+    for wave in waves:
+        y = top + (wave.call - 1) * size
+        if wave.call % 5 == 0 or wave.call == 1:
+            write(28, y + 13, str(wave.call), anchor="end")
+        done = [row.position for row in wave.rows if row.number in finished and row.depth == depth]
+        words = " ".join(tokenizer.decode([token]).replace("\n", "\\n").strip() for token in wave.committed)
+        write(left + (min(done, default=prompt_length) - prompt_length) * size - 5, y + 13, words[-24:], anchor="end")
+        for position in sorted({row.position for row in wave.rows}):
+            rows = sorted((row for row in wave.rows if row.position == position), key=lambda row: (row.number in finished, row.depth))
+            row, others, x = rows[-1], len(rows) - 1, left + (position - prompt_length) * size
+            right, last = row.number in finished, row.depth == depth
+            square(x, y, green if right and last else blue if right else red, orange if row.event == "corrected" else "none",
+                   (1.0 if last else 0.5 + 0.45 * row.depth / depth) if right else 0.2)
+            ink = "#fff" if right else red
+            write(x + size / 2 - (2 if others else 0), y + 13, "x" if row.event == "dropped" else str(row.depth), ink, "middle", 10)
+            if others:
+                write(x + size - 4.5, y + 8.5, str(others), ink, "middle", 6.5)
+    x, y = 12, bottom + 14
+    for fill, edge, opacity, meaning in ((blue, "none", 0.75, "advances: the number is its depth"), (green, "none", 1.0, "finished: a token is certain"),
+                                         (blue, orange, 0.75, "drops earlier drafts"), (red, "none", 0.2, "a wrong draft")):
+        square(x, y, fill, edge, opacity)
+        write(x + size + 5, y + 13, meaning)
+        x += size + 16 + 6.7 * len(meaning)
+    write(14, y + 38, f"{len(tokens)} tokens in {len(waves)} block calls; plain decoding needs {fed * depth}. "
+          "Calls go down, positions across. Small numbers: other drafts there.")
+    return "\n".join(out) + "\n</svg>\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. --bench: every method on the loaded model
 
 
 def ladder(depth: int) -> list[int]:
@@ -173,25 +333,44 @@ def ladder(depth: int) -> list[int]:
     return [k for k in (1, 2, *(m * 2 ** i for i in range(20) for m in (3, 4))) if k < depth]
 
 
-def methods(model: LoopedLM, prompts: list[list[int]]) -> dict[str, partial]:
-    """The decoders to compare. The baselines get the settings that need the fewest calls on a few of the prompts."""
+class Method(NamedTuple):
+    """A decoder to compare: what it is, and what its tokens are compared with."""
+    label: str
+    decode: Callable[..., Result]
+    reference: str = "plain"
+
+
+METHODS = ("plain", "draft-then-verify", "published", "early", "wavefront", "wide", "look-ahead", "plain-shared", "wavefront-shared")
+SHARING = KVShare(slots=1, window=32)
+
+
+def methods(model: LoopedLM, drafting: dict[str, int], draft_depth: int) -> dict[str, Method]:
+    """All methods, draft-then-verify and the published schedule with these settings."""
+    depths = ladder(model.recurrences)
+    wide, rows = {depths[0]: 4, **dict.fromkeys(depths[1:], 2)}, 16 if model.recurrences <= 16 else 32
+    shared = f"{SHARING.slots} slot, window {SHARING.window}"
+    return dict(zip(METHODS, (
+        Method("plain", partial(autoregressive, model)),
+        Method(f"draft-then-verify, {drafting['draft_len']} at depth {drafting['draft_depth']}", partial(draft_then_verify, model, **drafting)),
+        Method(f"published, draft depth {draft_depth}", partial(wavefront, model, candidates={draft_depth: 1})),
+        Method("early correction", partial(wavefront, model, candidates=dict.fromkeys(depths, 1))),
+        Method("wavefront (default)", partial(wavefront, model)),
+        Method(f"wide tree, {rows} rows", partial(wavefront, model, candidates=wide, max_rows=rows)),
+        Method("default + look-ahead 4", partial(wavefront, model, lookup=4)),
+        Method(f"plain, sharing ({shared})", partial(autoregressive, model, kv_share=SHARING), "plain-shared"),
+        Method("default, sharing", partial(wavefront, model, kv_share=SHARING), "plain-shared"))))
+
+
+def best_baselines(model: LoopedLM, prompts: list[list[int]]) -> tuple[dict[str, int], int]:
+    """For draft-then-verify and for the published schedule the settings that need the fewest calls on these prompts."""
     def fewest(decode, settings):
-        return min(settings, key=lambda setting: sum(decode(model, prompt, 80, **setting).calls for prompt in prompts[::3]))
+        return min(settings, key=lambda setting: sum(decode(model, prompt, 80, **setting).calls for prompt in prompts))
     depths = ladder(model.recurrences)
     if not depths:
         raise ValueError("with fewer than 2 recurrences there is nothing to draft from, and nothing to compare")
     drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths for n in (1, 2, 3, 4, 6)])
-    published = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])
-    [d] = published["candidates"]
-    wide = {depths[0]: 4, **dict.fromkeys(depths[1:], 2)}
-    return {
-        "plain": partial(autoregressive, model),
-        f"draft-then-verify, {drafting['draft_len']} at depth {drafting['draft_depth']}": partial(draft_then_verify, model, **drafting),
-        f"published, draft depth {d}": partial(wavefront, model, **published),
-        "early correction": partial(wavefront, model, candidates=dict.fromkeys(depths, 1)),
-        "wavefront (default)": partial(wavefront, model),
-        "wide tree, 16 rows": partial(wavefront, model, candidates=wide, max_rows=16),
-        "default + look-ahead 4": partial(wavefront, model, lookup=4)}
+    [d] = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])["candidates"]
+    return drafting, d
 
 
 def held_out_prompts(tokenizer, number: int, length: int = 48) -> list[list[int]]:
@@ -203,29 +382,29 @@ def held_out_prompts(tokenizer, number: int, length: int = 48) -> list[list[int]
 def bench(options: argparse.Namespace, new: int = 200, number: int = 20, length: int = 48) -> int:
     model, tokenizer = load_model(options)
     prompts = held_out_prompts(tokenizer, number, length)
-    decoders = methods(model, prompts)
-    results = {name: [] for name in decoders}
+    compared = methods(model, *best_baselines(model, prompts[::7]))
+    results = {name: [] for name in compared}
     print(f"{len(prompts)} prompts of {length} tokens, {new} new tokens each; the methods take turns on every prompt\n")
     for prompt in prompts:
-        for name, decode in decoders.items():
-            results[name].append(timed(decode, prompt, new))
-    plain = results["plain"]
-    print(f"{'':34}{'calls/token':>12}{'rows/call':>11}{'tokens/s':>10}{'speed':>8}{'identical':>11}")
+        for name, method in compared.items():
+            results[name].append(timed(method.decode, prompt, new))
+    print(f"{'':36}{'calls/token':>12}{'rows/call':>11}{'tokens/s':>10}{'speed':>8}{'identical':>11}")
     same = True
     for name, runs in results.items():
         calls, rows = (sum(getattr(result, what) for result, _ in runs) for what in ("calls", "rows"))
         tokens = sum(len(result.tokens) for result, _ in runs)
-        speed = statistics.median(one[1] / other[1] for one, other in zip(plain, runs))
-        identical = sum(one[0].tokens == other[0].tokens for one, other in zip(plain, runs))
+        speed = statistics.median(one[1] / other[1] for one, other in zip(results["plain"], runs))
+        identical = sum(one[0].tokens == other[0].tokens for one, other in zip(results[compared[name].reference], runs))
         same &= identical == len(runs)
-        print(f"{name:34}{calls / (tokens - len(runs)):12.3f}{rows / calls:11.2f}{tokens / sum(spent for _, spent in runs):10.1f}"
-              f"{speed:7.2f}x{identical:6} of {len(runs)}", flush=True)
-    print("\nspeed: plain's seconds over the method's, median of the prompts; prefill included")
+        print(f"{compared[name].label:36}{calls / (tokens - len(runs)):12.3f}{rows / calls:11.2f}"
+              f"{tokens / sum(spent for _, spent in runs):10.1f}{speed:7.2f}x{identical:6} of {len(runs)}", flush=True)
+    print("\nspeed: plain's seconds over the method's, median of the prompts; prefill included. With sharing, tokens are compared\n"
+          "with those of plain decoding with sharing.")
     return report_identity(same, options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 4. --bench SHAPE: official sizes with random weights
+# 5. --bench SHAPE: official sizes with random weights
 
 SHAPES = {
     "ouro-1.4b": (Ouro, Config(width=2048, heads=16, kv_heads=16, head_dim=128, ffn=5632, vocab=49152, core=24, recurrences=4,
@@ -293,15 +472,15 @@ class Replay(Wavefront):
 
 
 @torch.inference_mode()
-def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int) -> dict[str, tuple[Result, float]]:
+def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int, rows: int) -> dict[str, tuple[Result, float]]:
     """Decode as the tiny model would, with the cost of `model`."""
     text = prompt + autoregressive(tiny, prompt, new).tokens
     probabilities, tokens = tiny(text).softmax(-1).topk(8)                   # [T, n, 8] each
     Replay.record = [{position + 1: list(zip(*best)) for position, best in enumerate(zip(*depth))}
                      for depth in zip(tokens.tolist(), probabilities.tolist())]
-    results = {}
-    for name, candidates, rows in (("plain", {}, 1), ("published, draft depth 1", {1: 1}, 8), ("wavefront (default)", tiny.candidates, 8)):
-        wave = Replay(model, prompt, new, candidates, max_rows=rows, room=2 * rows)
+    d, results = published_depth(model), {}
+    for name, candidates, most in (("plain", {}, 1), (f"published, draft depth {d}", {d: 1}, rows), ("wavefront (default)", tiny.candidates, rows)):
+        wave = Replay(model, prompt, new, candidates, max_rows=most, room=2 * most)
         wave.prefill()
         begin = time.perf_counter()
         while not wave.result.finish:
@@ -326,46 +505,177 @@ def bench_shape(options: argparse.Namespace) -> int:
     if layers < config.core:
         print(f"so {layers} of {config.core} layers are measured, and the block calls scaled")
     model = random_model(options.bench, options.device, layers)
-    scale = config.core / layers
-    times = {rows: (call * scale, reading) for rows, (call, reading) in time_calls(model).items()}
+    scale, widths = config.core / layers, (1, 2, 4, 8, 16) if model_class is Ouro else (1, 2, 4, 8, 16, 32)
+    times = {rows: (call * scale, reading) for rows, (call, reading) in time_calls(model, widths).items()}
     weights = layer * config.core + (2 * model.adapter.weight.numel() if model_class is Huginn else 0)
     print(f"\n{'rows':>6}{'block call':>13}{'of one row':>12}{'GB/s':>8}{'reading':>12}     (300 positions finished)")
     for rows, (call, reading) in times.items():
         print(f"{rows:6}{call * 1e3:10.1f} ms{call / times[1][0]:11.2f}x{weights / call / 1e9:8.1f}{reading * 1e3:9.1f} ms")
-    if model_class is Ouro:
-        expect(model, times, scale)
+    expect(model, times, scale)
     return 0
 
 
 def expect(model: LoopedLM, times: dict[int, tuple[float, float]], scale: float) -> None:
-    """Speedups over plain decoding, from the call times above and the habits of tiny/ouro."""
-    tiny, tokenizer = load(TINY / "ouro", dtype=torch.float32)
-    prompt, new = tokenizer.encode(PROMPT), 60
-    results = {name: result for name, (result, _) in replay(tiny, tiny, prompt, new).items()}
-    published, ours = results["published, draft depth 1"], results["wavefront (default)"]
-    kept = published.stats["accepted"] / (new - 2)
-    missed = (per_token(ours) - kept) / (1 - kept)     # calls for a token whose first draft was wrong
-    call, reading = times[1]
-    plain = model.recurrences * call + reading
-    (published_call, published_reading), (our_call, our_reading) = times[4], times[8]
+    """Speedups over plain decoding, from the call times above and the habits of the tiny model of the same family."""
+    name = "ouro" if isinstance(model, Ouro) else "huginn"
+    tiny, tokenizer = load(TINY / name, dtype=torch.float32)
+    prompt, new, rows = tokenizer.encode(PROMPT), 60 if name == "ouro" else 24, 8 if name == "ouro" else 32
+    runs, first = replay(tiny, tiny, prompt, new, rows), min(tiny.candidates)
+    labels, results = list(runs), [result for result, _ in runs.values()]
+    kept = wavefront(tiny, prompt, new, candidates={first: 1}).stats["accepted"] / (new - 2)
+    missed = (per_token(results[2]) - kept * first) / (1 - kept)             # calls for a token whose first draft was wrong
+    d, plain = published_depth(model), model.recurrences * times[1][0] + times[1][1]
     print("\nspeedup over plain decoding to expect, if the first draft is right for a share of"
           f"\n{'':26}{'0.80':>8}{'0.90':>8}{'0.95':>8}")
-    for name, wrong, seconds in (("published, draft depth 1", model.recurrences, published_call + published_reading),
-                                 ("wavefront (default)", missed, our_call + our_reading)):
-        print(f"{name:26}" + "".join(f"{plain / ((share + (1 - share) * wrong) * seconds):7.2f}x" for share in (0.8, 0.9, 0.95)))
-    print(f"(a wrong first draft costs {model.recurrences} calls in the published schedule, {missed:.2f} in ours, as on tiny/ouro; "
-          "calls of 4 and 8 rows)")
-    print(f"\nreplaying {new} tokens as tiny/ouro predicts them, where it is right for {kept:.2f}:")
-    runs = replay(model, tiny, prompt, new)
-    for name, (result, seconds) in runs.items():
-        calls, speed = runs["plain"][0].calls / result.calls, runs["plain"][1] / seconds
-        print(f"{name:26}{per_token(result):8.2f} calls per token, {calls:.2f}x fewer; {new / seconds / scale:.2f} tokens/s, "
+    for label, result, right, wrong in ((labels[1], results[1], d, model.recurrences), (labels[2], results[2], first, missed)):
+        width = min(w for w in times if w >= min(result.rows / result.calls, max(times)))
+        print(f"{label:26}" + "".join(f"{plain / ((share * right + (1 - share) * wrong) * sum(times[width])):7.2f}x" for share in (0.8, 0.9, 0.95))
+              + f"   in calls of {width} rows, read each time; a wrong first draft costs {wrong:.2f} calls")
+    print(f"\nreplaying {new} tokens as tiny/{name} predicts them, where the draft from depth {first} is right for {kept:.2f}:")
+    for label, (result, seconds) in (runs := replay(model, tiny, prompt, new, rows)).items():
+        calls, speed = results[0].calls / result.calls, runs["plain"][1] / seconds
+        print(f"{label:26}{per_token(result):8.2f} calls per token, {calls:.2f}x fewer; {new / seconds / scale:.2f} tokens/s, "
               f"{speed:.2f}x plain's speed ({speed / calls:.2f} of the ratio of calls)", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. --spec-bench: six categories of prompts (Spec-Bench, 2024)
+
+CATEGORIES = {"MT-bench": ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+              "translation": ("translation",), "summarization": ("summarization",), "QA": ("qa",),
+              "math": ("math_reasoning",), "RAG": ("rag",)}
+SPEC_BENCH_METHODS = ("plain", "draft-then-verify", "published", "early", "wavefront", "plain-shared", "wavefront-shared")
+PUBLISHED = (                                          # overall speedups, as their authors report them
+    ("WFD paper: draft-then-verify", "1.90x Ouro-2.6B, 2.79x Huginn-3.5B; RTX A6000"),
+    ("WFD paper: wavefront", "2.42x Ouro-2.6B, 3.54x Huginn-3.5B; RTX A6000"),
+    ("WFD paper: wavefront, sharing", "4.81x Huginn-3.5B; RTX A6000"),
+    ("LoopSpec", "2.9x to 3.4x Ouro-2.6B; RTX PRO 6000, SGLang"))
+
+
+def published_depth(model: LoopedLM) -> int:
+    """The draft depth of the paper, for the family."""
+    return min(1 if isinstance(model, Ouro) else 4, model.recurrences)
+
+
+def read_questions(file: Path, limit: int | None) -> list[tuple[str, dict]]:
+    """(category, question) in turns from every category, so that an interrupted run has something of each."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: it is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench")
+    found = {category: [] for category in CATEGORIES}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            question = json.loads(line)
+            category = next(name for name, parts in CATEGORIES.items() if question["category"] in parts)
+            found[category].append({"id": int(question["question_id"]), "turns": list(map(str, question["turns"]))})
+        except (ValueError, KeyError, TypeError, StopIteration):
+            raise ValueError(f"line {number} of {file} is no question of Spec-Bench") from None
+    kept = [(i, category, question) for category, questions in found.items() for i, question in enumerate(questions[:limit])]
+    return [(category, question) for _, category, question in sorted(kept, key=lambda entry: entry[0])]
+
+
+def answer(method: Method, tokenizer, turns: list[str], new: int) -> list[dict]:
+    """One method's answers to a question, a record for each turn. Its own answers are the history of later turns."""
+    talk, records = [], []
+    for turn in turns:
+        talk.append({"role": "user", "content": turn})
+        result, seconds = timed(method.decode, tokenizer.encode(talk, chat=True), new, eos_ids=tokenizer.eos_ids)
+        talk.append({"role": "assistant", "content": tokenizer.decode([t for t in result.tokens if t not in tokenizer.eos_ids])})
+        records.append({"tokens": result.tokens, "seconds": round(seconds, 6), "calls": result.calls,
+                        "accepted": result.stats["accepted"], "rejected": result.stats["rejected"]})
+    return records
+
+
+def spec_bench(options: argparse.Namespace) -> int:
+    names = options.methods.split(",") if "methods" in options else list(SPEC_BENCH_METHODS)
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ValueError(f"--methods does not know {', '.join(unknown)}: there are {', '.join(METHODS)}")
+    questions = read_questions(options.spec_bench, getattr(options, "limit", None))
+    model, tokenizer = load_model(options)
+    d, new = published_depth(model), getattr(options, "max_new_tokens", 1024)
+    compared = methods(model, {"draft_depth": d, "draft_len": 4}, d)
+    settings = {"model": str(options.model), "recurrences": model.recurrences, "dtype": options.dtype, "machine": machine(options.device),
+                "python": platform.python_version(), "max_new_tokens": new, "seed": options.seed}
+    file = Path(f"spec-bench-{Path(options.model).name}-{options.dtype}.jsonl")
+    done = resume(file, settings)
+    todo = [(category, question, name) for category, question in questions for name in names if (question["id"], name) not in done]
+    print(f"{len(questions)} questions, {len(names)} methods; {len(questions) * len(names) - len(todo)} answers are in {file} already, "
+          f"{len(todo)} to go\n", flush=True)
+    for name in {name for _, _, name in todo}:                               # warm-up
+        compared[name].decode(tokenizer.encode(todo[0][1]["turns"][0], chat=True), min(new, 8))
+    begin = time.perf_counter()
+    with file.open("a", encoding="utf-8") as results:
+        for i, (category, question, name) in enumerate(todo):
+            record = {"id": question["id"], "category": category, "method": name,
+                      "turns": answer(compared[name], tokenizer, question["turns"], new)}
+            done[question["id"], name] = record
+            results.write(json.dumps(record) + "\n")
+            results.flush()
+            left = (time.perf_counter() - begin) / (i + 1) * (len(todo) - i - 1)
+            print(f"{i + 1} of {len(todo)}: {category}, question {question['id']}, {compared[name].label}; about "
+                  f"{left / 60:.0f} min left", flush=True)
+    wanted = {question["id"] for _, question in questions}
+    return spec_bench_table({key: record for key, record in done.items() if key[0] in wanted and key[1] in names}, compared, settings, options)
+
+
+def resume(file: Path, settings: dict) -> dict[tuple[int, str], dict]:
+    """The records of an earlier run with the same settings. A line cut off by a crash goes."""
+    if not file.exists():
+        file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    whole = text[:text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole, encoding="utf-8")
+    first, *lines = whole.splitlines() or [""]
+    if first != json.dumps(settings):
+        raise ValueError(f"{file} has results of other settings ({first}): move it away, or run with those")
+    return {(record["id"], record["method"]): record for record in map(json.loads, lines)}
+
+
+def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Method], settings: dict, options: argparse.Namespace) -> int:
+    def speed(records):                                # as Spec-Bench has it: the mean of the answers' tokens per second
+        return statistics.mean(sum(len(turn["tokens"]) for turn in record["turns"]) / sum(turn["seconds"] for turn in record["turns"])
+                               for record in records)
+    columns = (*CATEGORIES, "overall")
+    found = {(name, column): [record for (_, method), record in done.items() if method == name and column in (record["category"], "overall")]
+             for name in compared for column in columns}
+    names = [name for name in compared if found[name, "overall"]]
+    columns = [column for column in columns if any(found[name, column] for name in names)]
+    print("\n" + ", ".join(f"{key} {value}" for key, value in settings.items()) + "\n")
+    print("Speed over plain decoding, the ratio of mean tokens/s:\n")
+    print("| method | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for name in names:
+        print(f"| {compared[name].label} | " + " | ".join(
+            f"{speed(found[name, column]) / speed(found['plain', column]):.2f}x" if found[name, column] and found["plain", column] else "-"
+            for column in columns) + " |")
+    for label, value in PUBLISHED:
+        print(f"| *{label}* | " + " | ".join([""] * (len(columns) - 1) + [f"*{value}*"]) + " |")
+    print("\nRows in italics: published figures, of other machines and of the official checkpoints.\n")
+    print("| method | category | tokens/s | calls per token | drafts accepted | mean settling depth | identical |\n|---|---|---|---|---|---|---|")
+    same = True
+    for name in names:
+        for column in columns:
+            records = found[name, column]
+            pairs = [(record, done[record["id"], compared[name].reference]) for record in records
+                     if (record["id"], compared[name].reference) in done]
+            identical = sum([turn["tokens"] for turn in one["turns"]] == [turn["tokens"] for turn in other["turns"]] for one, other in pairs)
+            same &= identical == len(pairs)
+            turns = [turn for record in records for turn in record["turns"]]
+            calls, accepted, rejected = (sum(turn[key] for turn in turns) for key in ("calls", "accepted", "rejected"))
+            later = [turn for turn in turns if len(turn["tokens"]) > 2]      # behind the first two tokens every call is a settling one
+            settling = (sum(turn["calls"] - settings["recurrences"] for turn in later) / sum(len(turn["tokens"]) - 2 for turn in later)
+                        if later else float("nan"))
+            print(f"| {compared[name].label} | {column} | {speed(records):.1f} | {calls / max(1, sum(len(turn['tokens']) - 1 for turn in turns)):.3f} | "
+                  f"{accepted / max(1, accepted + rejected):.1%} | {settling:.3f} | {f'{identical} of {len(pairs)}' if pairs else '-'} |")
+    print("\nDrafts accepted: tokens whose cell was under way when they became certain. Mean settling depth: calls from one token to the\n"
+          "next; with one candidate at every depth (early correction) the depth from which a prediction no longer changes.")
+    return report_identity(same, options)
 
 
 def main() -> int:
     options = parse_arguments()
     try:
+        if "spec_bench" in options:
+            return spec_bench(options)
         return generate(options) if "bench" not in options else bench(options) if options.bench == "loaded" else bench_shape(options)
     except ValueError as error:
         print(f"demo.py: error: {error}", file=sys.stderr)
