@@ -301,8 +301,8 @@ def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> s
         if wave.call % 5 == 0 or wave.call == 1:
             write(28, y + 13, str(wave.call), anchor="end")
         done = [row.position for row in wave.rows if row.number in finished and row.depth == depth]
-        words = " ".join(tokenizer.decode([token]).replace("\n", "\\n").strip() for token in wave.committed)
-        write(left + (min(done, default=prompt_length) - prompt_length) * size - 5, y + 13, words[-24:], anchor="end")
+        if words := " ".join(tokenizer.decode([token]).replace("\n", "\\n").strip() for token in wave.committed):
+            write(left + (min(done, default=prompt_length) - prompt_length) * size - 5, y + 13, words[-24:], anchor="end")
         for position in sorted({row.position for row in wave.rows}):
             rows = sorted((row for row in wave.rows if row.position == position), key=lambda row: (row.number in finished, row.depth))
             row, others, x = rows[-1], len(rows) - 1, left + (position - prompt_length) * size

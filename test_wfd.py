@@ -9,8 +9,10 @@ import ast
 import copy
 import json
 import random
+import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -1129,12 +1131,82 @@ def test_the_demo_ends_when_interrupted(monkeypatch, capsys):
     assert run_demo(monkeypatch) == 130 and "interrupted" in capsys.readouterr().err
 
 
-def test_the_snippet_of_the_readme(monkeypatch, capsys):
+def test_the_picture_in_a_terminal(monkeypatch, capsys):
+    """Every mark at its place; the text, without the picture, is what stays."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(demo.time, "sleep", lambda seconds: None)
+    assert run_demo(monkeypatch, "--max-new-tokens", 24) == 0
+    frames = capsys.readouterr().out.split("F")
+    assert len(frames) > 20
+    model, tokenizer = load(TINY, dtype=torch.float32)
+    options = type("Options", (), {"prompt": demo.PROMPT, "chat": False})
+    picture = demo.Picture(options, tokenizer, 3, 4)
+    rows = [wfd.Row(0, None, 5, 7, 4, "verified"), wfd.Row(1, 0, 6, 8, 3, "corrected"), wfd.Row(2, 1, 7, 9, 2, "dropped"),
+            wfd.Row(3, 1, 7, 10, 1, "drafted"), wfd.Row(4, 1, 7, 10, 1, "advanced")]
+    lines = [re.sub("\x1b[^m]*m", "", line) for line in picture.frame(wfd.Wave(9, rows, [8], [5, 6, 7, 8]), 80)]
+    assert [line.split("|")[1].rstrip() for line in lines[:4]] == ["  = = *", "        !", "          x", "          +"]
+    assert "4 tokens; plain decoding makes 12 calls" in "".join(lines)
+    assert all(len(line) < 81 for line in lines)
+
+
+def test_a_trace_is_an_svg_of_every_call(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "t.svg"
+    assert run_demo(monkeypatch, "--max-new-tokens", 24, "--trace", file) == 0
+    svg = xml.etree.ElementTree.parse(file).getroot()
+    texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert "24 tokens in" in texts[-1] and "plain decoding needs 92" in texts[-1] and "certain" in "".join(texts)
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}rect"))) > 92 and "href" not in file.read_text()
+    assert run_demo(monkeypatch, "--max-new-tokens", 1, "--trace", file) == 0                 # one token, no call
+
+
+def test_spec_bench_resumes_where_it_was_interrupted(monkeypatch, capsys, tmp_path):
+    questions = [{"question_id": i, "category": category, "turns": turns} for i, (category, turns) in enumerate(
+        [("writing", ["Write.", "Again."]), ("qa", ["Who?"]), ("roleplay", ["Be."]), ("qa", ["Where?"]), ("rag", ["Read."])])]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    arguments = ["--spec-bench", tmp_path / "q.jsonl", "--limit", 1, "--max-new-tokens", 6, "--methods", "plain,published,wavefront"]
+
+    def run(folder):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        code, out = run_demo(monkeypatch, *arguments), capsys.readouterr().out
+        file = Path("spec-bench-ouro-float32.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return code, out, file, [{**line, "turns": [{**turn, "seconds": 0} for turn in line["turns"]]} for line in lines[1:]]
+    code, out, _, whole = run("whole")
+    assert code == 0 and len(whole) == 3 * 3 and [len(record["turns"]) for record in whole[:4]] == [2, 2, 2, 1]
+    assert "| published, draft depth 1 | overall |" in out and "| 3 of 3 |" in out and "*2.42x Ouro-2.6B" in out and " 0 answers" in out
+
+    answer, asked = demo.answer, []
+    monkeypatch.setattr(demo, "answer", lambda *a: asked.append(a) or (answer(*a) if len(asked) < 5 else exec("raise KeyboardInterrupt")))
+    code, _, file, part = run("part")
+    assert code == 130 and part == whole[:4]
+    file.write_text(file.read_text()[:-20])                                  # a crash in the middle of a line
+    monkeypatch.setattr(demo, "answer", answer)
+    code, out, _, resumed = run("part")
+    assert code == 0 and resumed == whole and " 3 answers" in out
+    arguments[-3] = 7
+    monkeypatch.chdir(tmp_path / "part")
+    assert run_demo(monkeypatch, *arguments) == 2 and "other settings" in capsys.readouterr().err
+    for argument, words in ((["--methods", "magic"], "does not know magic"), (["--spec-bench", "nowhere"], "nowhere is missing"),
+                            (["--spec-bench", HERE / "README.md"], "line 1 of")):
+        assert run_demo(monkeypatch, *arguments, *argument) == 2 and words in capsys.readouterr().err
+
+
+def snippets() -> list[str]:
+    return [part.split("```")[0] for part in (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]]
+
+
+def test_the_snippets_of_the_readme(monkeypatch, capsys):
     monkeypatch.chdir(HERE)
-    snippet = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    exec(snippet, {})
+    program, toy = snippets()
+    exec(program, {})
     text, finish, calls = capsys.readouterr().out.rstrip().rsplit(" ", 2)
     assert len(text) > 80 and finish == "length" and 39 <= int(calls) < 4 * 39
+    exec(toy, {})
+    identical, plain, ours = capsys.readouterr().out.split()
+    assert identical == "True" and int(ours) < int(plain) == 6 * 39
 
 
 def test_nothing_but_the_four_packages_is_imported():
