@@ -274,23 +274,24 @@ class Cache:
             self.free.add(column)
 
     def open_prompt(self, length: int) -> None:
-        """The last positions of a prompt get near columns too, if they are within a window of what follows."""
+        """Give near columns to the last positions of the prompt, those within a window of what follows."""
         for position in range(max(0, length + 1 - self.window), length):
             self.held[position] = self.latest = self.take()
         self.seen[self.latest, list(self.held.values())] = 0
 
     def aim_at_prompt(self, stage: Stage, positions: Tensor, depth: int) -> None:
-        """The next attend calls are for a stretch of the prompt, all its rows at one depth. There all is near."""
+        """The next attend calls are for a stretch of the prompt, all its rows at one depth. There everything is near."""
         self.finished = int(positions[-1]) + 1
         future = torch.arange(self.finished, device=positions.device) > positions[:, None]    # [rows, positions]
         mask = torch.zeros_like(future, dtype=self.seen.dtype).masked_fill_(future, -torch.inf)
-        columns, rows = stage.far + positions, None
-        if held := [(i, self.held[position]) for i, position in enumerate(positions.tolist()) if position in self.held]:
-            again, near = torch.tensor(held, device=positions.device).T      # these rows write to two columns
-            columns = torch.cat((columns, stage.address(depth, near)[1]))
-            rows = torch.cat((positions - positions[0], again))
-        self.aim([depth % stage.slots] * len(positions), slice(stage.far, stage.far + self.finished), mask)
-        self.writes = torch.full_like(columns, depth % stage.slots), columns, rows
+        plane, columns = torch.full_like(positions, depth % stage.slots), stage.far + positions
+        self.aim(plane.tolist(), slice(stage.far, stage.far + self.finished), mask, (plane, columns))
+
+    def keep(self, stage: Stage, depth: int) -> None:
+        """Copy what the prompt has just left in the far columns at this depth to its near ones."""
+        positions, near = torch.tensor(list(self.held.items()), dtype=torch.long, device=self.seen.device).view(-1, 2).T
+        plane, columns = stage.address(depth, near)
+        stage.kept[:, :, plane, :, columns] = stage.kept[:, :, plane, :, stage.far + positions]
 
     def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor, first: int) -> None:
         """The next attend calls are for cells in flight. `first` is the lowest near column that is in use."""
@@ -300,9 +301,9 @@ class Cache:
         far = self.seen.new_zeros(len(depths), self.finished)
         if self.share:
             far.masked_fill_(torch.arange(self.finished, device=columns.device) > positions[:, None] - self.window, -torch.inf)
-        self.aim([depth % stage.slots for depth in depths], slice(first * stage.blocks, stage.far + self.finished),
-                 torch.cat((near.flatten(1), far), dim=1))                   # [rows, columns read]
-        self.writes = *stage.address(passes, columns), None
+        mask = torch.cat((near.flatten(1), far), dim=1)                      # [rows, columns read]
+        self.aim([depth % stage.slots for depth in depths], slice(first * stage.blocks, stage.far + self.finished), mask,
+                 stage.address(passes, columns))
 
     def aim_in_order(self, stage: Stage, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
         """The next attend calls are for cells in flight, in bitwise mode: see section 5.
@@ -318,12 +319,12 @@ class Cache:
             for position, column in (near | {ancestor.position: ancestor.column for ancestor in cell.lineage()}).items():
                 order[row, position] = stage.address(depth, column)[1]
         self.grid = self.home = None
-        self.writes = *stage.address(torch.tensor(depths, device=columns.device), columns), None
+        self.writes = stage.address(torch.tensor(depths, device=columns.device), columns)
         self.order = self.writes[0][:, None], order
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
 
-    def aim(self, planes: list[int], reads: slice, mask: Tensor) -> None:
-        """Row i reads these columns of plane planes[i] through its mask. mask [rows, columns read]."""
+    def aim(self, planes: list[int], reads: slice, mask: Tensor, writes: tuple[Tensor, Tensor]) -> None:
+        """Row i writes its place (plane, column), and reads these columns of plane planes[i] through mask[i]."""
         low, high, length = min(planes), max(planes), max(Counter(planes).values())
         apart = math.gcd(*(plane - low for plane in planes)) or 1            # a plain slice takes every so many planes
         lines = (high - low) // apart + 1
@@ -340,14 +341,14 @@ class Cache:
         if lines > 1 or length > len(planes):          # otherwise the rows are the grid
             self.home, self.grid = torch.tensor(home + grid, device=mask.device).split([len(home), len(grid)])
             mask = mask[self.grid]
-        self.planes, self.reads = slice(low, high + 1, apart), reads
+        self.planes, self.reads, self.writes = slice(low, high + 1, apart), reads, writes
         self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
-        stored, (planes, columns, rows) = self.layers[layer], self.writes    # [2, planes, K, columns, h]
+        stored, (planes, columns) = self.layers[layer], self.writes          # [2, planes, K, columns, h]
         for kept, new in zip(stored, (k, v)):
-            kept[planes, :, columns] = new if rows is None else new[rows]
+            kept[planes, :, columns] = new
         if self.order is None:
             keys, values = stored[:, self.planes, :, self.reads]             # [lines, K, columns read, h] each
         else:
@@ -502,13 +503,16 @@ class Wavefront:
             cache.aim_at_prompt(cache.prelude, positions, 0)
             e.append(model.embed(tokens[positions], positions, cache))                        # [rows, d]
             x.append(model.initial_state(e[-1], positions))
+        cache.keep(cache.prelude, 0)
         for k in range(self.depth):
             for i, positions in enumerate(stretches):
                 cache.aim_at_prompt(cache.core, positions, k)
                 x[i] = model.recur(x[i], e[i], positions, cache)
+            cache.keep(cache.core, k)
         for i, positions in enumerate(stretches):
             cache.aim_at_prompt(cache.coda, positions, 0)
             logits = model.predict(x[i], positions, cache, select=self.tensor([len(positions) - 1]))
+        cache.keep(cache.coda, 0)
         self.x, self.e = (t[0].new_zeros(cache.near, t[0].shape[-1]) for t in (x, e))         # of the cells in flight
         self.x[0], self.e[0] = x[0][0], e[0][0]                              # something finite for rows that only fill up
         token = self.interpret(logits, [len(tokens)], 1)[0][0][0]
