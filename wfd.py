@@ -212,7 +212,7 @@ class Stage:
     def __init__(self, spec, layers: int, passes: int, slots: int, near: int, far: int):
         self.slots, self.blocks = slots, -(-passes // slots)                 # a near column takes `blocks` columns of a plane
         self.far = near * self.blocks                                        # the column of position 0
-        self.last = torch.arange(passes - slots, passes, device=spec.device).roll(passes % slots)  # of each class the deepest
+        self.full = passes % slots or slots                                  # so many planes have a pass in their last block
         self.kept = torch.zeros(layers, 2, slots, spec.heads, self.far + far, spec.head_dim,   # keys and values: [layers, 2,
                                 dtype=spec.dtype, device=spec.device)                          #  planes, K, columns, h]
 
@@ -264,9 +264,10 @@ class Cache:
 
     def finish(self, cell: Cell) -> None:
         """Copy a cell's column to its place among the finished positions, and release the one that no row reads any more."""
-        for stage in self.stages:
-            planes, columns = stage.address(stage.last, cell.column)
-            stage.kept[..., stage.far + cell.position, :] = stage.kept[:, :, planes, :, columns].movedim(0, 2)
+        for stage in self.stages:                                            # of every class the deepest pass
+            last = cell.column * stage.blocks + stage.blocks - 1
+            for planes, column in ((slice(stage.full), last), (slice(stage.full, None), last - 1)):
+                stage.kept[:, :, planes, :, stage.far + cell.position] = stage.kept[:, :, planes, :, column]
         self.finished, self.latest = cell.position + 1, cell.column
         self.held[cell.position] = cell.column
         if (column := self.held.pop(self.finished - self.window, None)) is not None:

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from load_weights import load  # noqa: E402
-from wfd import KVShare, Wavefront, autoregressive, wavefront  # noqa: E402
+from wfd import Cache, KVShare, Wavefront, autoregressive, wavefront  # noqa: E402
 
 
 class Dictated(Wavefront):
@@ -40,6 +40,16 @@ class Dictated(Wavefront):
         return [[(token, 1.0)] for token in tokens]
 
 
+def replace_by_first(cache: Cache) -> None:
+    """From now on, finished positions leave the first recurrence of each class in the shared planes, not the deepest."""
+    finish, core = cache.finish, cache.core
+
+    def finish_with_first(cell):
+        finish(cell)
+        core.kept[..., core.far + cell.position, :] = core.kept[..., cell.column * core.blocks, :]
+    cache.finish = finish_with_first
+
+
 @torch.inference_mode()
 def loss(model, texts: list[list[int]], share: KVShare | None, keep_first: bool = False) -> float:
     """Mean next-token loss in nats of texts decoded one token at a time, but for the first, which is the prompt."""
@@ -48,8 +58,8 @@ def loss(model, texts: list[list[int]], share: KVShare | None, keep_first: bool 
         wave = Dictated(model, text[:1], len(text) - 1, {1: 1}, max_rows=32, room=32, kv_share=share)
         wave.text_to_write = text
         wave.prefill()
-        if keep_first:                                 # the first recurrence of each class instead of the deepest
-            wave.cache.core.last = torch.arange(share.slots)
+        if keep_first:
+            replace_by_first(wave.cache)
         while not wave.result.finish:
             wave.step(None)
         total += wave.loss / (len(text) - 2)           # the prefill's prediction is not counted

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     model, tokenizer = load(options.model, dtype=getattr(torch, options.dtype))
-    prompts, new = demo.held_out_prompts(tokenizer, 6), 100
+    prompts, new = (demo.held_out_prompts(tokenizer, 6), 100) if model.recurrences <= 8 else (demo.held_out_prompts(tokenizer, 3), 64)
     print(f"{options.model}, {options.dtype}, {len(prompts)} prompts, {new} new tokens each; {demo.machine('cpu')}\n"
           "depth from which a token stays among the best:")
     print("\n".join(settling(model, prompts, new)))
