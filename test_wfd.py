@@ -247,7 +247,7 @@ def test_a_prompt_prefilled_in_stretches_equals_one_in_one_go(monkeypatch):
             caches.append(wave)
         assert caches[0].result.tokens == caches[1].result.tokens
         for one, other in zip(caches[0].cache.stages, caches[1].cache.stages):
-            assert torch.allclose(one.kept, other.kept, atol=1e-9)
+            assert torch.allclose(one.far, other.far, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -266,8 +266,7 @@ def test_what_a_dropped_cell_wrote_is_never_read(family):
             while not wave.result.finish:
                 free = sorted(wave.cache.free)
                 for stage in wave.cache.stages:
-                    columns = [column * stage.blocks + block for column in free for block in range(stage.blocks)]
-                    stage.kept[..., columns, :] = 100 * torch.randn_like(stage.kept[..., columns, :])
+                    stage.near[..., free, :] = 100 * torch.randn_like(stage.near[..., free, :])
                 wave.step(None)
         assert wave.result.tokens == expected.tokens == autoregressive(model, prompt, 16).tokens
         assert wave.result.calls == expected.calls
@@ -1057,6 +1056,22 @@ def test_the_trained_model_in_float32_at_every_draft_depth():
     assert accepted[1] < accepted[2] < accepted[3] and rejected[1] > rejected[2] > rejected[3] > 20, (accepted, rejected)
 
 
+def test_the_trained_huginn_in_float32():
+    """32 recurrences: plain decoding takes 32 calls for a token. Counts, on texts of 128 tokens."""
+    model, tokenizer = load(HERE / "tiny" / "huginn", dtype=torch.float32)
+    calls = dict.fromkeys(("default", "published", "shared"), 0)
+    for prompt in held_out_prompts(tokenizer, 2):
+        plain, plain_shared = (autoregressive(model, prompt, 128, kv_share=share) for share in (None, demo.SHARING))
+        assert plain.calls == 127 * 32
+        for name, reference, options in (("default", plain, {}), ("published", plain, {"candidates": {4: 1}}),
+                                         ("shared", plain_shared, {"kv_share": demo.SHARING})):
+            result = wavefront(model, prompt, 128, **options)
+            assert result.tokens == reference.tokens
+            calls[name] += result.calls
+    assert calls["default"] <= 1.7 * 2 * 127 and calls["default"] <= 0.5 * calls["published"], calls
+    assert calls["shared"] <= 1.05 * calls["default"], calls                 # the window is hardly ever in the way
+
+
 def test_bitwise_mode_in_bfloat16():
     """With pad_rows, the logits at depth T are those of plain decoding bit for bit, in chains and in trees."""
     model, tokenizer = load(TINY, dtype=torch.bfloat16)
@@ -1192,6 +1207,22 @@ def test_spec_bench_resumes_where_it_was_interrupted(monkeypatch, capsys, tmp_pa
     for argument, words in ((["--methods", "magic"], "does not know magic"), (["--spec-bench", "nowhere"], "nowhere is missing"),
                             (["--spec-bench", HERE / "README.md"], "line 1 of")):
         assert run_demo(monkeypatch, *arguments, *argument) == 2 and words in capsys.readouterr().err
+
+
+def test_bench_of_a_shape(monkeypatch, capsys):
+    """With shapes small enough for a test: the tables, and the replay of a tiny model's predictions."""
+    for name in ("ouro-1.4b", "huginn-3.5b"):
+        model_class, config = demo.SHAPES[name]
+        small = Config(**vars(config) | {"width": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocab": 2048, "core": 2})
+        monkeypatch.setitem(demo.SHAPES, name, (model_class, small))
+        assert run_demo(monkeypatch, "--bench", name) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [int(line.split()[0]) for line in lines if " ms" in line] == [1, 2, 4, 8, 16, *[32] * (model_class is Huginn)]
+        replayed = [line for line in lines if "x fewer" in line]
+        calls = [float(line.split(" calls per token")[0].split()[-1]) for line in replayed]
+        assert calls[0] == config.recurrences and calls[0] > calls[1] > calls[2]
+    monkeypatch.setattr(demo, "available_memory", lambda device: 2 ** 20)
+    assert run_demo(monkeypatch, "--bench", "ouro-1.4b") == 2 and "not even one layer" in capsys.readouterr().err
 
 
 def snippets() -> list[str]:

@@ -191,12 +191,7 @@ class Cell:
 #     near  i >  q - window    what i wrote at recurrence r itself, be it finished or in flight
 #
 # No cell may start further than `window` behind the last finished position, so what is far is always finished. The
-# near columns keep all T recurrences, for the last finished positions too: for each recurrence of a class a column
-# in the same plane. So all rows of a class, whatever their depths, are served by one pass over one plane.
-#
-# A call's rows may read different planes. They are laid out as a grid with one line for each plane, and a single
-# attention call serves all lines, each as a batch element with its own plane. Rows that read planes 2, 1, 1 make two
-# lines of two places: row 1 and row 2; row 0 and a place left over.
+# last finished positions keep their near columns, with all T recurrences, for as long as a cell may come that needs them.
 
 
 @dataclass(frozen=True)
@@ -207,47 +202,82 @@ class KVShare:
 
 
 class Stage:
-    """The keys and values of layers through which every cell passes `passes` times, kept in `slots` planes."""
+    """The keys and values of layers through which every cell passes `passes` times, kept in `slots` planes when far."""
 
     def __init__(self, spec, layers: int, passes: int, slots: int, near: int, far: int):
-        self.slots, self.blocks = slots, -(-passes // slots)                 # a near column takes `blocks` columns of a plane
-        self.far = near * self.blocks                                        # the column of position 0
-        self.full = passes % slots or slots                                  # so many planes have a pass in their last block
-        self.kept = torch.zeros(layers, 2, slots, spec.heads, self.far + far, spec.head_dim,   # keys and values: [layers, 2,
-                                dtype=spec.dtype, device=spec.device)                          #  planes, K, columns, h]
+        def zeros(planes: int, columns: int) -> Tensor:                      # [layers, keys and values, planes, K, columns, h]
+            return torch.zeros(layers, 2, planes, spec.heads, columns, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        self.slots, self.first = slots, (passes - slots) % slots             # `first`: the plane of the first of the last passes
+        if slots == passes:
+            self.whole = zeros(passes, near + far)                           # near and far side by side are read as one
+            self.near, self.far = self.whole.split((near, far), dim=-2)
+        else:
+            self.whole, self.near, self.far = None, zeros(passes, near), zeros(slots, far)
 
-    def address(self, passes, near):
-        """The plane and the column of what a near column holds of a pass; ints or tensors."""
-        return passes % self.slots, near * self.blocks + passes // self.slots
+    def finish(self, near: int, far: int) -> None:
+        """Copy a near column's last `slots` passes to a far column."""
+        last, planes = self.near[:, :, -self.slots:, :, near], self.far[..., far, :]
+        planes[:, :, self.first:], planes[:, :, :self.first] = last.split((self.slots - self.first, self.first), dim=2)
+
+
+class Grid:
+    """Rows that read different planes, laid out with one line for each plane: so one attention call serves all of them,
+    each line a batch element with its own plane. Rows that read planes 2, 1, 1 make two lines of two places: row 1 and
+    row 2; row 0 and a place left over.
+    """
+
+    def __init__(self, planes: list[int], device: torch.device, least: int):
+        low, high = min(planes), max(planes)
+        apart = math.gcd(*(plane - low for plane in planes)) or 1            # a plain slice takes every so many planes
+        self.planes, self.lines = slice(low, high + 1, apart), (high - low) // apart + 1
+        self.length = max(least, *Counter(planes).values())
+        home, taken = [], Counter()                    # the place of each row in the grid
+        for plane in planes:
+            home.append((plane - low) // apart * self.length + taken[plane])
+            taken[plane] += 1
+        grid = [0] * (self.lines * self.length)        # the row in each place; what is left repeats row 0, and nobody looks
+        for row, place in enumerate(home):
+            grid[place] = row
+        self.home = self.grid = None
+        if home != list(range(len(grid))):             # otherwise the rows are the grid
+            self.home, self.grid = torch.tensor(home + grid, device=device).split([len(home), len(grid)])
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[rows, heads, n] -> [lines, heads, length, n]."""
+        return (x if self.grid is None else x[self.grid]).unflatten(0, (self.lines, self.length)).transpose(1, 2)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """[lines, heads, length, n] -> [rows, heads, n]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self.home is None else x[self.home]
 
 
 class Cache:
     """Keys and values of everything before and in the wavefront: `near` cells at a time, `far` positions.
 
     Takes 2 x K x h x (bytes of a number) for each of these, a column in a plane of a layer:
-        core x slots x (far + blocks x near)  +  (prelude + coda) x (far + near)
-    with slots = T and blocks = 1, or as shared, where blocks = T / slots, rounded up.
+        core x (slots x far + T x near)  +  (prelude + coda) x (far + near)
+    where slots = T without sharing.
     """
 
     def __init__(self, spec, recurrences: int, near: int, far: int, share: KVShare | None):
         slots, self.window = (share.slots, share.window) if share else (recurrences, 1)
         layers = ((spec.prelude, 1, 1), (spec.core, recurrences, slots), (spec.coda, 1, 1))
-        needed = 2 * spec.heads * spec.head_dim * spec.dtype.itemsize * sum(
-            n * planes * (far + -(-passes // planes) * near) for n, passes, planes in layers)
+        self.bytes = 2 * spec.heads * spec.head_dim * spec.dtype.itemsize * sum(
+            n * (passes * near + planes * far) for n, passes, planes in layers)
         free = available_memory(spec.device)
-        check(needed <= free, f"the keys and values of {far} positions take {needed / 2 ** 30:.1f} GiB, but {spec.device} has "
+        check(self.bytes <= free, f"the keys and values of {far} positions take {self.bytes / 2 ** 30:.1f} GiB, but {spec.device} has "
               f"{free / 2 ** 30:.1f} GiB free: shorten the text, or share them between recurrences (kv_share)")
         self.stages = self.prelude, self.core, self.coda = [Stage(spec, *stage, near, far) for stage in layers]
-        self.layers = [layer for stage in self.stages for layer in stage.kept]
-        self.bytes = sum(stage.kept.nbytes for stage in self.stages)
-        self.near, self.share = near, share
+        self.layers = [(stage, i) for stage, (n, _, _) in zip(self.stages, layers) for i in range(n)]
+        self.near, self.share, self.device = near, share, spec.device
+        self.least = 2 if spec.dtype.itemsize == 2 else 1                    # CPUs take longer for one query than for two in half precision
         self.free = set(range(near))
         self.finished = 0                                                    # far columns filled
         self.held: dict[int, int] = {}                                       # finished position -> the near column it still has
-        self.seen = torch.full((near, near), -torch.inf, dtype=spec.dtype, device=spec.device)
         self.latest = 0                                                      # near column of the last finished position
-
-    # `seen` has a row for every near column, with 0 at the columns that its cell attends to.
+        self.seen = torch.full((near, near), -torch.inf, dtype=spec.dtype, device=spec.device)
+        # A row of `seen` belongs to the cell in a near column, with 0 at the near columns that it attends to.
 
     def take(self) -> int:
         """A free column: the one next to the far columns, so that few unused ones in between are read."""
@@ -264,10 +294,8 @@ class Cache:
 
     def finish(self, cell: Cell) -> None:
         """Copy a cell's column to its place among the finished positions, and release the one that no row reads any more."""
-        for stage in self.stages:                                            # of every class the deepest pass
-            last = cell.column * stage.blocks + stage.blocks - 1
-            for planes, column in ((slice(stage.full), last), (slice(stage.full, None), last - 1)):
-                stage.kept[:, :, planes, :, stage.far + cell.position] = stage.kept[:, :, planes, :, column]
+        for stage in self.stages:
+            stage.finish(cell.column, cell.position)
         self.finished, self.latest = cell.position + 1, cell.column
         self.held[cell.position] = cell.column
         if (column := self.held.pop(self.finished - self.window, None)) is not None:
@@ -280,87 +308,92 @@ class Cache:
             self.held[position] = self.latest = self.take()
         self.seen[self.latest, list(self.held.values())] = 0
 
+    def keep(self, stage: Stage, depth: int) -> None:
+        """Copy what the prompt has just left in the far columns at this depth to its near ones."""
+        positions, near = list(self.held), list(self.held.values())
+        stage.near[:, :, depth, :, near] = stage.far[:, :, depth % stage.slots, :, positions]
+
     def aim_at_prompt(self, stage: Stage, positions: Tensor, depth: int) -> None:
         """The next attend calls are for a stretch of the prompt, all its rows at one depth. There everything is near."""
         self.finished = int(positions[-1]) + 1
-        future = torch.arange(self.finished, device=positions.device) > positions[:, None]    # [rows, positions]
+        future = torch.arange(self.finished, device=self.device) > positions[:, None]         # [rows, positions]
         mask = torch.zeros_like(future, dtype=self.seen.dtype).masked_fill_(future, -torch.inf)
-        plane, columns = torch.full_like(positions, depth % stage.slots), stage.far + positions
-        self.aim(plane.tolist(), slice(stage.far, stage.far + self.finished), mask, (plane, columns))
-
-    def keep(self, stage: Stage, depth: int) -> None:
-        """Copy what the prompt has just left in the far columns at this depth to its near ones."""
-        positions, near = torch.tensor(list(self.held.items()), dtype=torch.long, device=self.seen.device).view(-1, 2).T
-        plane, columns = stage.address(depth, near)
-        stage.kept[:, :, plane, :, columns] = stage.kept[:, :, plane, :, stage.far + positions]
+        plane = depth % stage.slots
+        self.grid = Grid([plane] * len(positions), self.device, self.least)
+        self.mask = self.grid.spread(mask[:, None])                          # [1, 1, rows, columns read]
+        self.writes = stage.far, torch.full_like(positions, plane), positions
+        self.attention = functools.partial(self.attend_together, stage.far, slice(self.finished))
 
     def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor, first: int) -> None:
         """The next attend calls are for cells in flight. `first` is the lowest near column that is in use."""
-        passes = torch.tensor(depths, device=columns.device)
-        near = self.seen.new_full((len(depths), self.near - first, stage.blocks), -torch.inf)
-        near[torch.arange(len(depths)), :, passes // stage.slots] = self.seen[columns, first:]
-        far = self.seen.new_zeros(len(depths), self.finished)
+        mask = self.seen.new_zeros(len(depths), 1, self.near - first + self.finished)         # [rows, 1, columns read]
+        mask[:, 0, :self.near - first] = self.seen[columns, first:]
         if self.share:
-            far.masked_fill_(torch.arange(self.finished, device=columns.device) > positions[:, None] - self.window, -torch.inf)
-        mask = torch.cat((near.flatten(1), far), dim=1)                      # [rows, columns read]
-        self.aim([depth % stage.slots for depth in depths], slice(first * stage.blocks, stage.far + self.finished), mask,
-                 stage.address(passes, columns))
+            far = torch.arange(self.finished, device=self.device) > positions[:, None, None] - self.window
+            mask[:, :, self.near - first:].masked_fill_(far, -torch.inf)
+        self.grid = Grid(depths, self.device, self.least)
+        self.writes = stage.near, torch.tensor(depths, device=self.device), columns
+        if stage.whole is not None:
+            self.mask = self.grid.spread(mask)                               # [lines, 1, length, columns read]
+            self.attention = functools.partial(self.attend_together, stage.whole, slice(first, self.near + self.finished))
+        else:
+            self.mask, self.far_grid = mask, Grid([depth % stage.slots for depth in depths], self.device, self.least)
+            self.attention = functools.partial(self.attend_apart, stage, first)
 
     def aim_in_order(self, stage: Stage, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
-        """The next attend calls are for cells in flight, in bitwise mode: see section 5.
-
-        Every row gets the keys of its own text in position order, gathered, as a batch element with one query. Behind
-        the first len(cells) rows there are rows that only fill up.
-        """
+        """The next attend calls are for cells in flight, in bitwise mode: see section 5. Behind the first len(cells) rows
+        there are rows that only fill up."""
         length = -(-max(self.finished, *(cell.position + 1 for cell in cells)) // 64) * 64
-        place = torch.arange(length, device=columns.device)
-        order = (stage.far + place).clamp(max=stage.kept.shape[-2] - 1).repeat(len(depths), 1)    # [rows, columns read]
-        for row, (cell, depth) in enumerate(zip(cells, depths)):
-            near = {position: column for position, column in self.held.items() if position > cell.position - self.window}
-            for position, column in (near | {ancestor.position: ancestor.column for ancestor in cell.lineage()}).items():
-                order[row, position] = stage.address(depth, column)[1]
-        self.grid = self.home = None
-        self.writes = stage.address(torch.tensor(depths, device=columns.device), columns)
-        self.order = self.writes[0][:, None], order
+        place, planes = torch.arange(length, device=self.device), torch.tensor(depths, device=self.device)
+        near = []                                      # (row, position, depth, near column)
+        for row, cell in enumerate(cells):
+            near += [(row, ancestor.position, cell.depth if stage is self.core else 0, ancestor.column) for ancestor in cell.lineage()]
+            near += [(row, position, cell.depth if stage is self.core else 0, column) for position, column in self.held.items()
+                     if position > cell.position - self.window]
+        self.writes = stage.near, planes, columns
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
-
-    def aim(self, planes: list[int], reads: slice, mask: Tensor, writes: tuple[Tensor, Tensor]) -> None:
-        """Row i writes its place (plane, column), and reads these columns of plane planes[i] through mask[i]."""
-        low, high, length = min(planes), max(planes), max(Counter(planes).values())
-        apart = math.gcd(*(plane - low for plane in planes)) or 1            # a plain slice takes every so many planes
-        lines = (high - low) // apart + 1
-        if mask.dtype.itemsize == 2:                   # a single query a line takes CPUs longer than two in half precision
-            length = max(length, 2)
-        home, taken = [], Counter()                    # the place of each row in the grid
-        for plane in planes:
-            home.append((plane - low) // apart * length + taken[plane])
-            taken[plane] += 1
-        grid = [0] * (lines * length)                  # the row in each place; what is left repeats row 0, and nobody looks
-        for row, place in enumerate(home):
-            grid[place] = row
-        self.home = self.grid = self.order = None
-        if lines > 1 or length > len(planes):          # otherwise the rows are the grid
-            self.home, self.grid = torch.tensor(home + grid, device=mask.device).split([len(home), len(grid)])
-            mask = mask[self.grid]
-        self.planes, self.reads, self.writes = slice(low, high + 1, apart), reads, writes
-        self.mask = mask.view(lines, 1, length, -1)                          # [lines, 1, length, columns read]
+        self.attention = functools.partial(self.attend_in_order, stage, planes[:, None] % stage.slots,
+                                           place.clamp(max=stage.far.shape[-2] - 1), torch.tensor(near, device=self.device).T)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
-        stored, (planes, columns) = self.layers[layer], self.writes          # [2, planes, K, columns, h]
-        for kept, new in zip(stored, (k, v)):
+        (stage, i), (part, planes, columns) = self.layers[layer], self.writes
+        for kept, new in zip(part[i], (k, v)):                               # [planes, K, columns, h]
             kept[planes, :, columns] = new
-        if self.order is None:
-            keys, values = stored[:, self.planes, :, self.reads]             # [lines, K, columns read, h] each
-        else:
-            planes, columns = self.order
-            keys, values = (kept[planes, :, columns].transpose(1, 2) for kept in stored)
-        if self.grid is not None:
-            q = q[self.grid]
-        q = q.unflatten(0, (len(keys), -1)).transpose(1, 2)                  # [lines, H, length, h]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=q.shape[1] != keys.shape[1])
-        out = out.transpose(1, 2).flatten(0, 1)                              # [lines * length, H, h]
-        return out if self.home is None else out[self.home]
+        return self.attention(i, q)
+
+    def attend_together(self, part: Tensor, columns: slice, i: int, q: Tensor) -> Tensor:
+        """Near and far columns at once."""
+        keys, values = part[i][:, self.grid.planes, :, columns]              # [lines, K, columns read, h]
+        return self.grid.collect(softmax_attention(self.grid.spread(q), keys, values, self.mask))
+
+    def attend_apart(self, stage: Stage, first: int, i: int, q: Tensor) -> Tensor:
+        """Near and far columns in different planes, with one softmax over both. All rows of a class share one read of a far plane."""
+        parts = ((self.grid, stage.near[i][:, self.grid.planes, :, first:]),
+                 (self.far_grid, stage.far[i][:, self.far_grid.planes, :, :self.finished]))
+        q = q * q.shape[-1] ** -0.5
+        scores = torch.cat([grid.collect(by_heads(grid.spread(q), keys.mT)) for grid, (keys, _) in parts], dim=-1)
+        weights = (scores + self.mask).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        near, far = weights.split((self.near - first, self.finished), dim=-1)                 # [rows, H, columns] each
+        return sum(grid.collect(by_heads(grid.spread(part), values)) for part, (grid, (_, values)) in zip((near, far), parts))
+
+    def attend_in_order(self, stage: Stage, planes: Tensor, positions: Tensor, near: Tensor, i: int, q: Tensor) -> Tensor:
+        """Every row as a batch element with one query, the keys of its own text gathered in position order."""
+        row, position, depth, column = near
+        kept = stage.far[i][:, planes, :, positions]                         # [rows, positions, 2, K, h]
+        kept[row, position] = stage.near[i][:, depth, :, column]
+        keys, values = kept.permute(2, 0, 3, 1, 4)                           # [rows, K, positions, h] each
+        return softmax_attention(q[:, :, None], keys, values, self.mask).squeeze(2)
+
+
+def softmax_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """q [n, H, length, h], keys and values [n, K, columns, h] -> [n, H, length, h]; H / K query heads share a key head."""
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != keys.shape[1])
+
+
+def by_heads(x: Tensor, y: Tensor) -> Tensor:
+    """x [n, H, length, a] @ y [n, K, a, b] -> [n, H, length, b]; H / K heads of x share one of y."""
+    return (x.reshape(len(x), y.shape[1], -1, x.shape[-1]) @ y).view(*x.shape[:-1], y.shape[-1])
 
 
 def available_memory(device: torch.device) -> float:
@@ -567,9 +600,9 @@ class Wavefront:
         """Point the cache at these cells for the model call that follows, if it has layers. Their columns and positions."""
         filling = [0] * ((self.pad_rows or 0) - len(cells))
         columns, positions = self.tensor([[cell.column for cell in cells] + filling, [cell.position for cell in cells] + filling])
-        if len(stage.kept) and self.pad_rows:
+        if len(stage.near) and self.pad_rows:
             self.cache.aim_in_order(stage, cells, columns, depths + filling, positions)
-        elif len(stage.kept):
+        elif len(stage.near):
             first = min(*(cell.column for cell in self.cells), self.cache.near, *self.cache.held.values())
             self.cache.aim_at_cells(stage, columns, depths, positions, first)
         return columns, positions

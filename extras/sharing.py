@@ -46,7 +46,7 @@ def replace_by_first(cache: Cache) -> None:
 
     def finish_with_first(cell):
         finish(cell)
-        core.kept[..., core.far + cell.position, :] = core.kept[..., cell.column * core.blocks, :]
+        core.far[..., cell.position, :] = core.near[:, :, :core.slots, :, cell.column]
     cache.finish = finish_with_first
 
 
