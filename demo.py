@@ -347,7 +347,8 @@ SHARING = KVShare(slots=1, window=32)
 def methods(model: LoopedLM, drafting: dict[str, int], draft_depth: int) -> dict[str, Method]:
     """All methods, draft-then-verify and the published schedule with these settings."""
     depths = ladder(model.recurrences)
-    wide, rows = {depths[0]: 4, **dict.fromkeys(depths[1:], 2)}, 16 if model.recurrences <= 16 else 32
+    deep = model.recurrences > 8                       # then every row of a wrong branch is one of very many
+    wide, rows = ({**dict.fromkeys(depths, 1), **dict.fromkeys(depths[:2], 2)}, 48) if deep else ({**dict.fromkeys(depths, 2), 1: 4}, 16)
     shared = f"{SHARING.slots} slot, window {SHARING.window}"
     return dict(zip(METHODS, (
         Method("plain", partial(autoregressive, model)),
@@ -364,11 +365,11 @@ def methods(model: LoopedLM, drafting: dict[str, int], draft_depth: int) -> dict
 def best_baselines(model: LoopedLM, prompts: list[list[int]]) -> tuple[dict[str, int], int]:
     """For draft-then-verify and for the published schedule the settings that need the fewest calls on these prompts."""
     def fewest(decode, settings):
-        return min(settings, key=lambda setting: sum(decode(model, prompt, 80, **setting).calls for prompt in prompts))
+        return min(settings, key=lambda setting: sum(decode(model, prompt, 60, **setting).calls for prompt in prompts))
     depths = ladder(model.recurrences)
     if not depths:
         raise ValueError("with fewer than 2 recurrences there is nothing to draft from, and nothing to compare")
-    drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths for n in (1, 2, 3, 4, 6)])
+    drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths[:5] for n in (1, 2, 3, 4, 6, 8, 12)])
     [d] = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])["candidates"]
     return drafting, d
 
@@ -379,15 +380,23 @@ def held_out_prompts(tokenizer, number: int, length: int = 48) -> list[list[int]
     return [text[start:start + length] for start in range(0, len(text) - length, len(text) // number)][:number]
 
 
+def show_progress(text: str) -> None:
+    """On a terminal; gone when the results come."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def bench(options: argparse.Namespace, new: int = 200, number: int = 20, length: int = 48) -> int:
     model, tokenizer = load_model(options)
     prompts = held_out_prompts(tokenizer, number, length)
-    compared = methods(model, *best_baselines(model, prompts[::7]))
+    compared = methods(model, *best_baselines(model, prompts[::max(1, number // 2)]))
     results = {name: [] for name in compared}
     print(f"{len(prompts)} prompts of {length} tokens, {new} new tokens each; the methods take turns on every prompt\n")
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         for name, method in compared.items():
+            show_progress(f"prompt {i + 1} of {len(prompts)}: {method.label}")
             results[name].append(timed(method.decode, prompt, new))
+    show_progress("")
     print(f"{'':36}{'calls/token':>12}{'rows/call':>11}{'tokens/s':>10}{'speed':>8}{'identical':>11}")
     same = True
     for name, runs in results.items():
@@ -473,20 +482,21 @@ class Replay(Wavefront):
 
 @torch.inference_mode()
 def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int, rows: int) -> dict[str, tuple[Result, float]]:
-    """Decode as the tiny model would, with the cost of `model`."""
+    """Decode as the tiny model would, with the cost of `model`: results, and seconds per token behind the first."""
     text = prompt + autoregressive(tiny, prompt, new).tokens
     probabilities, tokens = tiny(text).softmax(-1).topk(8)                   # [T, n, 8] each
     Replay.record = [{position + 1: list(zip(*best)) for position, best in enumerate(zip(*depth))}
                      for depth in zip(tokens.tolist(), probabilities.tolist())]
     d, results = published_depth(model), {}
     for name, candidates, most in (("plain", {}, 1), (f"published, draft depth {d}", {d: 1}, rows), ("wavefront (default)", tiny.candidates, rows)):
-        wave = Replay(model, prompt, new, candidates, max_rows=most, room=2 * most)
+        length = min(new, 10) if name == "plain" else new                    # a token of plain decoding costs what every other does
+        wave = Replay(model, prompt, length, candidates, max_rows=most, room=2 * most)
         wave.prefill()
         begin = time.perf_counter()
         while not wave.result.finish:
             wave.step(None)
-        results[name] = wave.result, time.perf_counter() - begin
-        assert wave.result.tokens == text[len(prompt):], "the replay went astray"
+        results[name] = wave.result, (time.perf_counter() - begin) / (length - 1)
+        assert wave.result.tokens == text[len(prompt):len(prompt) + length], "the replay went astray"
     return results
 
 
@@ -519,7 +529,7 @@ def expect(model: LoopedLM, times: dict[int, tuple[float, float]], scale: float)
     """Speedups over plain decoding, from the call times above and the habits of the tiny model of the same family."""
     name = "ouro" if isinstance(model, Ouro) else "huginn"
     tiny, tokenizer = load(TINY / name, dtype=torch.float32)
-    prompt, new, rows = tokenizer.encode(PROMPT), 60 if name == "ouro" else 24, 8 if name == "ouro" else 32
+    prompt, new, rows = tokenizer.encode(PROMPT), 60, 8 if name == "ouro" else 32
     runs, first = replay(tiny, tiny, prompt, new, rows), min(tiny.candidates)
     labels, results = list(runs), [result for result, _ in runs.values()]
     kept = wavefront(tiny, prompt, new, candidates={first: 1}).stats["accepted"] / (new - 2)
@@ -533,8 +543,8 @@ def expect(model: LoopedLM, times: dict[int, tuple[float, float]], scale: float)
               + f"   in calls of {width} rows, read each time; a wrong first draft costs {wrong:.2f} calls")
     print(f"\nreplaying {new} tokens as tiny/{name} predicts them, where the draft from depth {first} is right for {kept:.2f}:")
     for label, (result, seconds) in (runs := replay(model, tiny, prompt, new, rows)).items():
-        calls, speed = results[0].calls / result.calls, runs["plain"][1] / seconds
-        print(f"{label:26}{per_token(result):8.2f} calls per token, {calls:.2f}x fewer; {new / seconds / scale:.2f} tokens/s, "
+        calls, speed = model.recurrences / per_token(result), runs["plain"][1] / seconds
+        print(f"{label:26}{per_token(result):8.2f} calls per token, {calls:.2f}x fewer; {1 / seconds / scale:.2f} tokens/s, "
               f"{speed:.2f}x plain's speed ({speed / calls:.2f} of the ratio of calls)", flush=True)
 
 

@@ -398,8 +398,8 @@ def by_heads(x: Tensor, y: Tensor) -> Tensor:
 
 def available_memory(device: torch.device) -> float:
     """Bytes that can still be allocated; infinite where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":                          # what torch has reserved and does not use counts too
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" and Path("/proc/meminfo").exists() else ()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
 
@@ -456,6 +456,7 @@ class Result:
 
 
 PREFILL_ROWS = 512             # rows of a prefill call: bounds the memory for masks and activations
+LOOKED_UP = 0.5                # how probable a looked-up token is held, where rows are scarce
 
 
 @dataclass
@@ -695,7 +696,7 @@ class Wavefront:
             self.result.stats["drafted"] += 1
         if self.lookup and not looked_up:
             for token in self.look_up(cell):
-                if not self.start(cell, cell.position + 1, token, 1.0, looked_up=True):
+                if not self.start(cell, cell.position + 1, token, LOOKED_UP, looked_up=True):
                     break
                 cell = cell.children[-1]
         return True
@@ -710,8 +711,8 @@ class Wavefront:
         """What followed the last tokens before, up to `lookup` tokens: of the last four, else three, else two."""
         text = self.text + [draft.token for draft in reversed(cell.lineage()) if draft.position >= len(self.text)]
         for n in (4, 3, 2):
-            if len(text) > n and tuple(text[-n:]) in self.follows:
-                place = self.follows[tuple(text[-n:])]
+            in_flight = (place for place in range(len(text) - 1, max(len(self.text), n) - 1, -1) if text[place - n:place] == text[-n:])
+            if place := next(in_flight, self.follows.get(tuple(text[-n:]))):
                 return text[place:place + self.lookup]
         return []
 

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -95,7 +96,7 @@ def show_speed(options: argparse.Namespace) -> None:
     model, tokenizer = load(options.model, dtype=getattr(torch, options.dtype))
     text = tokenizer.encode((demo.TINY / "held_out.txt").read_text(encoding="utf-8"))
     share = KVShare(1, options.window)
-    print(f"{options.model}, {model.recurrences} recurrences, {options.dtype} on {demo.machine('cpu')}; sharing: 1 slot, window {share.window}\n")
+    print(f"{os.path.relpath(options.model)}, {model.recurrences} recurrences, {options.dtype} on {demo.machine('cpu')}; sharing: 1 slot, window {share.window}\n")
     print(f"{'':9}{'plain, ms per token':>22}{'wavefront, ms per token':>28}{'full wavefront, ms per call':>34}{'cache, MiB':>20}")
     print(f"{'context':9}" + f"{'full':>12}{'shared':>10}" + f"{'full':>14}{'shared':>14}" + f"{'full':>14}{'shared':>10}{'':>10}" + f"{'full':>10}{'shared':>10}")
     for length in options.context:

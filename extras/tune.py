@@ -10,6 +10,7 @@ max_rows, at a time for as long as that helps.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = load(options.model, dtype=getattr(torch, options.dtype))
     prompts, new = (demo.held_out_prompts(tokenizer, 6), 100) if model.recurrences <= 8 else (demo.held_out_prompts(tokenizer, 3), 64)
-    print(f"{options.model}, {options.dtype}, {len(prompts)} prompts, {new} new tokens each; {demo.machine('cpu')}\n"
+    print(f"{os.path.relpath(options.model)}, {options.dtype}, {len(prompts)} prompts, {new} new tokens each; {demo.machine('cpu')}\n"
           "depth from which a token stays among the best:")
     print("\n".join(settling(model, prompts, new)))
 
