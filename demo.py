@@ -284,7 +284,7 @@ def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> s
     """A whole generation: block calls down, positions across, the depth in every cell; beside the diagonal, the text."""
     size, left, top, tokens = 18, 120, 20, waves[-1].tokens if waves else []
     fed = len(tokens) - 1                              # the last token is emitted and never fed
-    width, bottom = left + max(fed + 4, 36) * size, top + len(waves) * size
+    width, bottom = left + max(fed + 4, 41) * size, top + len(waves) * size
     blue, green, red, orange, grey = "#3b82f6", "#16a34a", "#ef4444", "#f59e0b", "#848d97"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 70}" width="{width}" height="{bottom + 70}" '
            'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">']
@@ -386,10 +386,11 @@ def show_progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def bench(options: argparse.Namespace, new: int = 200, number: int = 20, length: int = 48) -> int:
+def bench(options: argparse.Namespace, new: int = 200, length: int = 48) -> int:
     model, tokenizer = load_model(options)
+    number = 20 if model.recurrences <= 8 else 6
     prompts = held_out_prompts(tokenizer, number, length)
-    compared = methods(model, *best_baselines(model, prompts[::max(1, number // 2)]))
+    compared = methods(model, *best_baselines(model, prompts[::number // 2]))
     results = {name: [] for name in compared}
     print(f"{len(prompts)} prompts of {length} tokens, {new} new tokens each; the methods take turns on every prompt\n")
     for i, prompt in enumerate(prompts):

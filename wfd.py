@@ -456,7 +456,7 @@ class Result:
 
 
 PREFILL_ROWS = 512             # rows of a prefill call: bounds the memory for masks and activations
-LOOKED_UP = 0.5                # how probable a looked-up token is held, where rows are scarce
+LOOKED_UP = 0.1                # how probable a looked-up token is held, where rows are scarce
 
 
 @dataclass
