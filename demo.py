@@ -58,6 +58,19 @@ def parse_sharing(text: str) -> KVShare:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form SLOTS:WINDOW, as 1:32") from None
 
 
+def parse_trace(text: str) -> Path:
+    file = Path(text)
+    if file.suffix != ".svg" or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a .svg file in a folder that exists")
+    return file
+
+
+def parse_limit(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
 def parse_device(text: str) -> str:
     try:
         torch.empty(0, device=text).tolist()
@@ -88,16 +101,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of sampling and of Huginn's initial states")
     parser.add_argument("--device", type=parse_device, metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    parser.add_argument("--trace", type=Path, metavar="FILE.svg", help="write a picture of the generation")
+    parser.add_argument("--trace", type=parse_trace, metavar="FILE.svg", help="write a picture of the generation")
     parser.add_argument("--bench", nargs="?", const="loaded", choices=("loaded", *SHAPES), metavar="SHAPE",
                         help="compare all methods, greedy, on texts of its own; or tell what to expect of "
                         f"{', '.join(SHAPES)}")
     parser.add_argument("--spec-bench", type=Path, metavar="FILE", help="compare on Spec-Bench's question.jsonl, and resume where "
                         "an earlier run was interrupted")
-    parser.add_argument("--limit", type=int, metavar="N", help="with --spec-bench: questions of each category (default: all)")
+    parser.add_argument("--limit", type=parse_limit, metavar="N", help="with --spec-bench: questions of each category (default: all)")
     parser.add_argument("--methods", metavar="NAME,...", help="with --spec-bench: " + ", ".join(METHODS) + " (default: "
                         + ",".join(SPEC_BENCH_METHODS) + ")")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "spec_bench" not in options and ("limit" in options or "methods" in options):
+        parser.error("--limit and --methods belong to --spec-bench")
+    return options
 
 
 def load_model(options: argparse.Namespace):
@@ -107,7 +123,9 @@ def load_model(options: argparse.Namespace):
         if options.recurrences > model.recurrences:
             note = f" (more than the {model.recurrences} it was trained for)"
         model.recurrences = options.recurrences
-    name = os.path.relpath(options.model) if Path(options.model).is_dir() else options.model
+    name, folder = options.model, Path(options.model).absolute()
+    if folder.is_dir() and folder.is_relative_to(Path.cwd()):
+        name = folder.relative_to(Path.cwd())
     print(f"{name}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
     return model, tokenizer
 
@@ -142,7 +160,8 @@ def generate(options: argparse.Namespace) -> int:
     for decode, settings in ((wavefront, schedule), (autoregressive, {})):   # warm-up
         decode(model, prompt, min(new, 8), **settings, **common)
     common["eos_ids"] = tokenizer.eos_ids
-    in_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    in_terminal = (sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+                   and min(shutil.get_terminal_size().columns / 40, shutil.get_terminal_size().lines / 14) >= 1)
     view = (Picture if in_terminal else Text)(options, tokenizer, len(prompt), model.recurrences)
     try:
         ours, seconds = timed(wavefront, model, prompt, new, **schedule, **common, on_call=view.show)
@@ -159,14 +178,20 @@ def generate(options: argparse.Namespace) -> int:
     for name, result, spent in (("plain", plain, plain_seconds), ("wavefront", ours, seconds)):
         print(f"{name:12}{result.calls:12}{per_token(result):12.2f}{result.rows:8}"
               f"{result.rows / max(result.calls, 1):15.2f}{len(result.tokens) / spent:11.1f}")
-    stats = ours.stats
-    print(f"\n{len(ours.tokens)} tokens ({ours.finish}); drafts accepted {stats['accepted']}, rejected {stats['rejected']}; "
-          f"{plain.calls / max(ours.calls, 1):.2f}x fewer calls, {plain_seconds / seconds:.2f}x plain's speed")
+    accepted, rejected = ours.stats["accepted"], ours.stats["rejected"]
+    print(f"\n{len(ours.tokens)} tokens ({ours.finish})", end="")
+    if ours.calls:
+        print(f"; {accepted} of {accepted + rejected} were under way when they became certain; "
+              f"{plain.calls / ours.calls:.2f}x fewer calls, {plain_seconds / seconds:.2f}x plain's speed", end="")
+    print()
     if common["kv_share"]:
-        print(f"keys and values, shared by both: {stats['cache_bytes'] / 2 ** 20:.1f} MiB")
+        print(f"keys and values, shared by both: {ours.stats['cache_bytes'] / 2 ** 20:.1f} MiB")
     if "trace" in options:
         options.trace.write_text(trace_svg(view.waves, tokenizer, len(prompt), model.recurrences), encoding="utf-8")
         print(f"picture: {options.trace}")
+    if ours.tokens != reference:
+        i = next(i for i, (one, other) in enumerate(zip(ours.tokens + [None], reference + [None])) if one != other)
+        print(f"first difference: token {i + 1}, {tokenizer.decode(reference[i:i + 1])!r} in plain decoding, {tokenizer.decode(ours.tokens[i:i + 1])!r} here")
     return report_identity(ours.tokens == reference, options)
 
 
@@ -215,7 +240,8 @@ class Picture(Text):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.height, self.lines, self.next_drawing, self.tokens = min(self.depth, 16), 0, 0.0, []
+        self.height = min(self.depth, 16, shutil.get_terminal_size().lines - 9)
+        self.lines, self.next_drawing, self.tokens = 0, 0.0, []
 
     def show(self, wave: Wave) -> None:
         self.waves.append(wave)
@@ -257,9 +283,10 @@ class Picture(Text):
             line = (marks.get((level, position), " ") for position in range(left, left + width))
             lines.append(f"{level * self.depth // self.height:6} |  " + "".join(
                 f"\x1b[{self.COLOURS[mark]}m{mark} \x1b[m" if mark != " " else "  " for mark in line))
-        return [*lines, "", *self.text_lines(wave, columns - 11), "",
-                f" call {wave.call}: {len(wave.tokens)} tokens; plain decoding makes {(len(wave.tokens) - 1) * self.depth} calls for them",
-                " + starts a draft  o advances  * verified  ! corrected  x dropped  = finished"]
+        status = (f" call {wave.call}: {len(wave.tokens)} certain (the first came with the prompt); "
+                  f"plain decoding: call {(len(wave.tokens) - 1) * self.depth}")
+        legend = " + starts a draft  o advances  * verified  ! corrected  x dropped  = finished"
+        return [*lines, "", *self.text_lines(wave, columns - 11), "", status[:columns - 1], legend[:columns - 1]]
 
     def text_lines(self, wave: Wave, width: int, height: int = 3) -> list[str]:
         """The end of the text, and in grey what the oldest drafts would append."""
@@ -284,7 +311,7 @@ def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> s
     """A whole generation: block calls down, positions across, the depth in every cell; beside the diagonal, the text."""
     size, left, top, tokens = 18, 120, 20, waves[-1].tokens if waves else []
     fed = len(tokens) - 1                              # the last token is emitted and never fed
-    width, bottom = left + max(fed + 4, 41) * size, top + len(waves) * size
+    width, bottom = left + max(fed + 4, 45) * size, top + len(waves) * size
     blue, green, red, orange, grey = "#3b82f6", "#16a34a", "#ef4444", "#f59e0b", "#848d97"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 70}" width="{width}" height="{bottom + 70}" '
            'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">']
@@ -315,7 +342,7 @@ def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> s
                 write(x + size - 4.5, y + 8.5, str(others), ink, "middle", 6.5)
     x, y = 12, bottom + 14
     for fill, edge, opacity, meaning in ((blue, "none", 0.75, "advances: the number is its depth"), (green, "none", 1.0, "finished: a token is certain"),
-                                         (blue, orange, 0.75, "drops earlier drafts"), (red, "none", 0.2, "a wrong draft")):
+                                         (blue, orange, 0.75, "drops earlier drafts"), (red, "none", 0.2, "a wrong draft (x: now dropped)")):
         square(x, y, fill, edge, opacity)
         write(x + size + 5, y + 13, meaning)
         x += size + 16 + 6.7 * len(meaning)
@@ -390,6 +417,7 @@ def bench(options: argparse.Namespace, new: int = 200, length: int = 48) -> int:
     model, tokenizer = load_model(options)
     number = 20 if model.recurrences <= 8 else 6
     prompts = held_out_prompts(tokenizer, number, length)
+    show_progress("looking for the baselines' best settings")
     compared = methods(model, *best_baselines(model, prompts[::number // 2]))
     results = {name: [] for name in compared}
     print(f"{len(prompts)} prompts of {length} tokens, {new} new tokens each; the methods take turns on every prompt\n")
@@ -623,7 +651,7 @@ def spec_bench(options: argparse.Namespace) -> int:
             results.flush()
             left = (time.perf_counter() - begin) / (i + 1) * (len(todo) - i - 1)
             print(f"{i + 1} of {len(todo)}: {category}, question {question['id']}, {compared[name].label}; about "
-                  f"{left / 60:.0f} min left", flush=True)
+                  + (f"{left / 60:.0f} min left" if left > 120 else f"{left:.0f} s left"), flush=True)
     wanted = {question["id"] for _, question in questions}
     return spec_bench_table({key: record for key, record in done.items() if key[0] in wanted and key[1] in names}, compared, settings, options)
 
@@ -662,14 +690,14 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
         print(f"| *{label}* | " + " | ".join([""] * (len(columns) - 1) + [f"*{value}*"]) + " |")
     print("\nRows in italics: published figures, of other machines and of the official checkpoints.\n")
     print("| method | category | tokens/s | calls per token | drafts accepted | mean settling depth | identical |\n|---|---|---|---|---|---|---|")
-    same = True
+    same, number = True, 0
     for name in names:
         for column in columns:
             records = found[name, column]
             pairs = [(record, done[record["id"], compared[name].reference]) for record in records
                      if (record["id"], compared[name].reference) in done]
             identical = sum([turn["tokens"] for turn in one["turns"]] == [turn["tokens"] for turn in other["turns"]] for one, other in pairs)
-            same &= identical == len(pairs)
+            same, number = same and identical == len(pairs), number + len(pairs) * (compared[name].reference != name)
             turns = [turn for record in records for turn in record["turns"]]
             calls, accepted, rejected = (sum(turn[key] for turn in turns) for key in ("calls", "accepted", "rejected"))
             later = [turn for turn in turns if len(turn["tokens"]) > 2]      # behind the first two tokens every call is a settling one
@@ -678,7 +706,10 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
             print(f"| {compared[name].label} | {column} | {speed(records):.1f} | {calls / max(1, sum(len(turn['tokens']) - 1 for turn in turns)):.3f} | "
                   f"{accepted / max(1, accepted + rejected):.1%} | {settling:.3f} | {f'{identical} of {len(pairs)}' if pairs else '-'} |")
     print("\nDrafts accepted: tokens whose cell was under way when they became certain. Mean settling depth: calls from one token to the\n"
-          "next; with one candidate at every depth (early correction) the depth from which a prediction no longer changes.")
+          "next, behind the first two; with one candidate at every depth (early correction) the depth from which a prediction no longer changes.")
+    if not number:
+        print("identical to plain decoding: not compared (--methods lacks plain, or has nothing else)")
+        return 0
     return report_identity(same, options)
 
 

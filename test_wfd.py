@@ -1134,7 +1134,9 @@ def test_the_demo(monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, words", [
     (["--model", "no/such"], "hf download no/such"), (["--candidates", "9:1"], "depths go from 1 to 4"),
     (["--candidates", "1"], "DEPTH:NUMBER"), (["--prompt", ""], "prompt is empty"), (["--recurrences", "0"], "recurrences"),
-    (["--top-p", "2"], "top_p"), (["--device", "abacus"], "abacus"), (["--bench", "gpt"], "invalid choice")])
+    (["--top-p", "2"], "top_p"), (["--kv-share", "1"], "SLOTS:WINDOW"), (["--kv-share", "9:4"], "1 to 4 slots"),
+    (["--trace", "no/such/a.svg"], "folder that exists"), (["--trace", "a.png"], ".svg"), (["--limit", "3"], "--spec-bench"),
+    (["--spec-bench", "q", "--limit", "0"], "1 or more"), (["--device", "abacus"], "abacus"), (["--bench", "gpt"], "invalid choice")])
 def test_the_demo_refuses_bad_input_in_one_line(monkeypatch, capsys, arguments, words):
     assert run_demo(monkeypatch, *arguments) == 2
     err = capsys.readouterr().err
@@ -1162,7 +1164,7 @@ def test_the_picture_in_a_terminal(monkeypatch, capsys):
             wfd.Row(3, 1, 7, 10, 1, "drafted"), wfd.Row(4, 1, 7, 10, 1, "advanced")]
     lines = [re.sub("\x1b[^m]*m", "", line) for line in picture.frame(wfd.Wave(9, rows, [8], [5, 6, 7, 8]), 80)]
     assert [line.split("|")[1].rstrip() for line in lines[:4]] == ["  = = *", "        !", "          x", "          +"]
-    assert "4 tokens; plain decoding makes 12 calls" in "".join(lines)
+    assert "4 certain" in "".join(lines) and "plain decoding: call 12" in "".join(lines)
     assert all(len(line) < 81 for line in lines)
 
 
@@ -1201,6 +1203,8 @@ def test_spec_bench_resumes_where_it_was_interrupted(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(demo, "answer", answer)
     code, out, _, resumed = run("part")
     assert code == 0 and resumed == whole and " 3 answers" in out
+    arguments[-1] = "published"
+    assert "not compared" in run("lonely")[1]
     arguments[-3] = 7
     monkeypatch.chdir(tmp_path / "part")
     assert run_demo(monkeypatch, *arguments) == 2 and "other settings" in capsys.readouterr().err

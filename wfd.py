@@ -492,7 +492,8 @@ class Wavefront:
         share = self.kv_share
         check(share is None or (isinstance(share.slots, int) and isinstance(share.window, int)
                                 and 1 <= share.slots <= self.depth and share.window >= 1),
-              f"kv_share needs 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
+              f"kv_share needs 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not "
+              f"{share and share.slots} and {share and share.window}")
         for k, n in self.candidates.items():
             check(isinstance(k, int) and isinstance(n, int) and 1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1),
                   f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {self.depth}, numbers from 1 up, and depth "
@@ -762,13 +763,14 @@ def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_de
 
 
 def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict[int, int] | None = None,
-              max_rows: int = 32, lookup: int = 0, **options) -> Result:
+              max_rows: int | None = None, lookup: int = 0, **options) -> Result:
     """Wavefront decoding: the tokens of `autoregressive`, in fewer block calls.
 
     candidates maps a depth to the number of candidates that a prediction at that depth keeps open (section 4); None
-    takes model.candidates. max_rows bounds the rows of a call (as many cells more may wait for one). lookup: how many
+    takes model.candidates. max_rows (None: 32) bounds the rows of a call (as many cells more may wait for one). lookup: how many
     tokens may be copied ahead from earlier text when its last two tokens have occurred before.
     """
+    max_rows = 32 if max_rows is None else max_rows
     check(isinstance(max_rows, int) and 1 <= max_rows <= 1024, f"max_rows must be an integer from 1 to 1024, not {max_rows}")
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
