@@ -11,6 +11,8 @@ Exit status: 0; 1 when the tokens differ from plain decoding; 2 for bad input; 1
 """
 
 import argparse
+import codecs
+import hashlib
 import html
 import json
 import os
@@ -19,6 +21,7 @@ import shutil
 import statistics
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -187,7 +190,7 @@ def generate(options: argparse.Namespace) -> int:
     if common["kv_share"]:
         print(f"keys and values, shared by both: {ours.stats['cache_bytes'] / 2 ** 20:.1f} MiB")
     if "trace" in options:
-        options.trace.write_text(trace_svg(view.waves, tokenizer, len(prompt), model.recurrences), encoding="utf-8")
+        options.trace.write_text(trace_svg(view.waves, ours.tokens, tokenizer, len(prompt), model.recurrences), encoding="utf-8")
         print(f"picture: {options.trace}")
     if ours.tokens != reference:
         i = next(i for i, (one, other) in enumerate(zip(ours.tokens + [None], reference + [None])) if one != other)
@@ -295,28 +298,29 @@ class Picture(Text):
         while row and (row := children.get(row.number)):
             drafts.append(row.token)
         parts = [self.prompt + self.tokenizer.decode(wave.tokens), self.tokenizer.decode(drafts)[:2 * width]]
-        certain, guessed = ("".join(c if c.isprintable() else " " for c in part) for part in parts)
-        room = width * height - len(guessed)
-        text = certain[-room:] + guessed
+        # A list of what stands in each place of the screen; a wide character takes two, the second with nothing in it.
+        certain, guessed = ([place for c in part if c.isprintable() or c == "\n" for place in (
+            (c, "") if unicodedata.east_asian_width(c) in "WF" else (" " if c == "\n" else c,))] for part in parts)
+        text = certain[len(guessed) - width * height:] + guessed
         split = len(text) - len(guessed)
         lines = []
         for start in range(0, width * height, width):
-            cut = min(max(split - start, 0), width)
-            line = text[start:start + width]
-            lines.append(f"        {line[:cut]}\x1b[90m{line[cut:]}\x1b[m")
+            line, cut = text[start:start + width], min(max(split - start, 0), width)
+            lines.append("        " + "".join(line[:cut]) + "\x1b[90m" + "".join(line[cut:]) + "\x1b[m")
         return lines
 
 
-def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> str:
+def trace_svg(waves: list[Wave], tokens: list[int], tokenizer, prompt_length: int, depth: int) -> str:
     """A whole generation: block calls down, positions across, the depth in every cell; beside the diagonal, the text."""
-    size, left, top, tokens = 18, 120, 20, waves[-1].tokens if waves else []
-    fed = len(tokens) - 1                              # the last token is emitted and never fed
+    size, left, top = 18, 120, 20
+    fed = max(0, len(tokens) - 1)                      # the last token is emitted and never fed
     width, bottom = left + max(fed + 4, 45) * size, top + len(waves) * size
     blue, green, red, orange, grey = "#3b82f6", "#16a34a", "#ef4444", "#f59e0b", "#848d97"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 70}" width="{width}" height="{bottom + 70}" '
            'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">']
 
     def write(x: float, y: float, text: str, colour: str = grey, anchor: str = "start", size: float = 11) -> None:
+        text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)      # XML knows no control characters
         out.append(f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{html.escape(text)}</text>')
 
     def square(x: float, y: float, fill: str, edge: str, opacity: float) -> None:
@@ -357,6 +361,8 @@ def trace_svg(waves: list[Wave], tokenizer, prompt_length: int, depth: int) -> s
 
 def ladder(depth: int) -> list[int]:
     """The depths worth a reading: all of them at first, then ever fewer. 1 2 3 4 6 8 12 16 24 ..."""
+    if depth < 2:
+        raise ValueError("with fewer than 2 recurrences there is nothing to draft from, and nothing to compare")
     return [k for k in (1, 2, *(m * 2 ** i for i in range(20) for m in (3, 4))) if k < depth]
 
 
@@ -394,8 +400,6 @@ def best_baselines(model: LoopedLM, prompts: list[list[int]]) -> tuple[dict[str,
     def fewest(decode, settings):
         return min(settings, key=lambda setting: sum(decode(model, prompt, 60, **setting).calls for prompt in prompts))
     depths = ladder(model.recurrences)
-    if not depths:
-        raise ValueError("with fewer than 2 recurrences there is nothing to draft from, and nothing to compare")
     drafting = fewest(draft_then_verify, [{"draft_depth": d, "draft_len": n} for d in depths[:5] for n in (1, 2, 3, 4, 6, 8, 12)])
     [d] = fewest(wavefront, [{"candidates": {d: 1}} for d in depths])["candidates"]
     return drafting, d
@@ -601,23 +605,33 @@ def read_questions(file: Path, limit: int | None) -> list[tuple[str, dict]]:
     if not file.is_file():
         raise ValueError(f"{file} is missing: it is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench")
     found = {category: [] for category in CATEGORIES}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         try:
-            question = json.loads(line)
-            category = next(name for name, parts in CATEGORIES.items() if question["category"] in parts)
-            found[category].append({"id": int(question["question_id"]), "turns": list(map(str, question["turns"]))})
-        except (ValueError, KeyError, TypeError, StopIteration):
+            if line.strip():
+                question = json.loads(line)
+                [category] = [name for name, parts in CATEGORIES.items() if question["category"] in parts]
+                if not (type(question["question_id"]) is int and type(question["turns"]) is list and question["turns"]
+                        and all(type(turn) is str for turn in question["turns"])):
+                    raise ValueError
+                found[category].append({"id": question["question_id"], "turns": question["turns"]})
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"line {number} of {file} is no question of Spec-Bench") from None
+    if not any(found.values()):
+        raise ValueError(f"{file} has no questions")
     kept = [(i, category, question) for category, questions in found.items() for i, question in enumerate(questions[:limit])]
     return [(category, question) for _, category, question in sorted(kept, key=lambda entry: entry[0])]
 
 
-def answer(method: Method, tokenizer, turns: list[str], new: int) -> list[dict]:
-    """One method's answers to a question, a record for each turn. Its own answers are the history of later turns."""
+def answer(method: Method, model: LoopedLM, tokenizer, turns: list[str], new: int) -> list[dict]:
+    """One method's answers to a question, a record for each turn. Its own answers are the history of later turns. A turn
+    whose prompt does not fit into the context, and those after it, are left out."""
     talk, records = [], []
     for turn in turns:
         talk.append({"role": "user", "content": turn})
-        result, seconds = timed(method.decode, tokenizer.encode(talk, chat=True), new, eos_ids=tokenizer.eos_ids)
+        prompt = tokenizer.encode(talk, chat=True)
+        if len(prompt) >= model.context:
+            break
+        result, seconds = timed(method.decode, prompt, new, eos_ids=tokenizer.eos_ids)
         talk.append({"role": "assistant", "content": tokenizer.decode([t for t in result.tokens if t not in tokenizer.eos_ids])})
         records.append({"tokens": result.tokens, "seconds": round(seconds, 6), "calls": result.calls,
                         "accepted": result.stats["accepted"], "rejected": result.stats["rejected"]})
@@ -625,27 +639,30 @@ def answer(method: Method, tokenizer, turns: list[str], new: int) -> list[dict]:
 
 
 def spec_bench(options: argparse.Namespace) -> int:
-    names = options.methods.split(",") if "methods" in options else list(SPEC_BENCH_METHODS)
+    names = list(dict.fromkeys(map(str.strip, options.methods.split(",")))) if "methods" in options else list(SPEC_BENCH_METHODS)
     if unknown := [name for name in names if name not in METHODS]:
         raise ValueError(f"--methods does not know {', '.join(unknown)}: there are {', '.join(METHODS)}")
     questions = read_questions(options.spec_bench, getattr(options, "limit", None))
     model, tokenizer = load_model(options)
     d, new = published_depth(model), getattr(options, "max_new_tokens", 1024)
+    if new < 1:
+        raise ValueError(f"--max-new-tokens must be 1 or more, not {new}")
     compared = methods(model, {"draft_depth": d, "draft_len": 4}, d)
     settings = {"model": str(options.model), "recurrences": model.recurrences, "dtype": options.dtype, "machine": machine(options.device),
-                "python": platform.python_version(), "max_new_tokens": new, "seed": options.seed}
+                "python": platform.python_version(), "max_new_tokens": new, "seed": options.seed,
+                "questions": hashlib.sha256(options.spec_bench.read_bytes()).hexdigest()[:12]}
     file = Path(f"spec-bench-{Path(options.model).name}-{options.dtype}.jsonl")
     done = resume(file, settings)
     todo = [(category, question, name) for category, question in questions for name in names if (question["id"], name) not in done]
     print(f"{len(questions)} questions, {len(names)} methods; {len(questions) * len(names) - len(todo)} answers are in {file} already, "
           f"{len(todo)} to go\n", flush=True)
     for name in {name for _, _, name in todo}:                               # warm-up
-        compared[name].decode(tokenizer.encode(todo[0][1]["turns"][0], chat=True), min(new, 8))
+        compared[name].decode(tokenizer.encode("Hello", chat=True), min(new, 8))
     begin = time.perf_counter()
     with file.open("a", encoding="utf-8") as results:
         for i, (category, question, name) in enumerate(todo):
             record = {"id": question["id"], "category": category, "method": name,
-                      "turns": answer(compared[name], tokenizer, question["turns"], new)}
+                      "turns": answer(compared[name], model, tokenizer, question["turns"], new)}
             done[question["id"], name] = record
             results.write(json.dumps(record) + "\n")
             results.flush()
@@ -658,16 +675,17 @@ def spec_bench(options: argparse.Namespace) -> int:
 
 def resume(file: Path, settings: dict) -> dict[tuple[int, str], dict]:
     """The records of an earlier run with the same settings. A line cut off by a crash goes."""
-    if not file.exists():
-        file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-    text = file.read_text(encoding="utf-8")
-    whole = text[:text.rfind("\n") + 1]
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    whole = text[:text.rfind("\n") + 1] or json.dumps(settings) + "\n"
     if whole != text:
         file.write_text(whole, encoding="utf-8")
-    first, *lines = whole.splitlines() or [""]
+    first, *lines = whole.split("\n")[:-1]
     if first != json.dumps(settings):
         raise ValueError(f"{file} has results of other settings ({first}): move it away, or run with those")
-    return {(record["id"], record["method"]): record for record in map(json.loads, lines)}
+    try:
+        return {(record["id"], record["method"]): record for record in map(json.loads, lines)}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is damaged: a line of it is no result. Move it away, or delete that line") from None
 
 
 def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Method], settings: dict, options: argparse.Namespace) -> int:
@@ -675,6 +693,8 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
         return statistics.mean(sum(len(turn["tokens"]) for turn in record["turns"]) / sum(turn["seconds"] for turn in record["turns"])
                                for record in records)
     columns = (*CATEGORIES, "overall")
+    left_out = {number for (number, _), record in done.items() if not record["turns"]}
+    done = {key: record for key, record in done.items() if record["turns"]}
     found = {(name, column): [record for (_, method), record in done.items() if method == name and column in (record["category"], "overall")]
              for name in compared for column in columns}
     names = [name for name in compared if found[name, "overall"]]
@@ -707,6 +727,8 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
                   f"{accepted / max(1, accepted + rejected):.1%} | {settling:.3f} | {f'{identical} of {len(pairs)}' if pairs else '-'} |")
     print("\nDrafts accepted: tokens whose cell was under way when they became certain. Mean settling depth: calls from one token to the\n"
           "next, behind the first two; with one candidate at every depth (early correction) the depth from which a prediction no longer changes.")
+    if left_out:
+        print(f"left out, because their prompts are longer than the model's context: questions {', '.join(map(str, sorted(left_out)))}")
     if not number:
         print("identical to plain decoding: not compared (--methods lacks plain, or has nothing else)")
         return 0
@@ -719,15 +741,15 @@ def main() -> int:
         if "spec_bench" in options:
             return spec_bench(options)
         return generate(options) if "bench" not in options else bench(options) if options.bench == "loaded" else bench_shape(options)
-    except ValueError as error:
+    except BrokenPipeError:                            # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
         print(f"demo.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:                            # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import sys
+import unicodedata
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -478,8 +479,9 @@ def test_sharing_is_the_definition_whatever_the_schedule(family, monkeypatch):
         assert result.tokens == plain.tokens, (case, share, candidates, rows)
         assert all(row.position < min(row.position for row in wave.rows) + share.window for wave in waves for row in wave.rows)
         fewer += result.calls < plain.calls
-        d, length = rng.randint(1, depth), rng.randint(0, 5)
-        assert draft_then_verify(model, prompt, 14, draft_depth=d, draft_len=length, **common).tokens == plain.tokens
+        d, length, waves = rng.randint(1, depth), rng.randint(0, 5), []
+        result = draft_then_verify(model, prompt, 14, draft_depth=d, draft_len=length, on_call=waves.append, **common)
+        assert result.tokens == plain.tokens and all(len(wave.rows) <= length + 1 for wave in waves)
     assert changed > 12 and fewer > 100, (changed, fewer)
 
 
@@ -508,14 +510,14 @@ def test_the_bytes_of_a_cache_are_those_of_its_formula():
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     model, _ = load(GOLDEN / "huginn-a")
-    needed = autoregressive(model, IDS, 30).stats["cache_bytes"]
+    needed = autoregressive(model, IDS, 30).stats["cache_bytes"] + 4         # and the mask of one near column
     monkeypatch.setattr(wfd, "available_memory", lambda device: needed)
     autoregressive(model, IDS, 30)
     monkeypatch.setattr(wfd, "available_memory", lambda device: needed - 1)
     monkeypatch.setattr(model, "embed", None)                                # before the prefill
     with pytest.raises(ValueError, match="35 positions take 0.0 GiB, but cpu has 0.0 GiB free"):
         autoregressive(model, IDS, 30)
-    for share in (KVShare(0, 4), KVShare(9, 4), KVShare(2, 0), KVShare(2, 1.5)):
+    for share in (KVShare(0, 4), KVShare(9, 4), KVShare(2, 0), KVShare(2, 1.5), (2, 4), KVShare(True, True)):
         with pytest.raises(ValueError, match="1 to 8 slots"):
             autoregressive(model, IDS, 30, kv_share=share)
 
@@ -563,7 +565,7 @@ def test_seeds_and_temperatures():
     assert outputs[1] == autoregressive(model, [1, 2], 30, sampling=Sampling(seed=1)).tokens
     greedy = autoregressive(model, [1, 2], 30).tokens
     assert autoregressive(model, [1, 2], 30, sampling=Sampling(temperature=0, seed=5)).tokens == greedy
-    for options in ({"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}):
+    for options in ({"temperature": -1}, {"top_k": -1}, {"top_k": 2.5}, {"top_p": 0}, {"top_p": 1.1}):
         with pytest.raises(ValueError, match="sampling needs"):
             Sampling(**options)
 
@@ -737,7 +739,7 @@ def test_two_decodes_do_not_disturb_each_other():
     (([1], 5), {"candidates": {1: 0}}, "from 1"), (([1], 5), {"candidates": {4: 2}}, "depth 4"),
     (([1], 5), {"max_rows": 8, "pad_rows": 7}, "at least max_rows, the 8"), (([1], 5), {"lookup": -1}, "lookup"),
     (([1], 5.0), {}, "max_new_tokens"), (([1], 5), {"max_rows": 2.5}, "max_rows"), (([1], 5), {"max_rows": 10 ** 6}, "1024"),
-    (([1], 5), {"candidates": {1.5: 1}}, "1.5")])
+    (([1], 5), {"candidates": {1.5: 1}}, "1.5"), (([1], 5), {"pad_rows": 40.0}, "pad_rows must be an integer")])
 def test_bad_arguments(arguments, options, words):
     model = random_model("ouro", random.Random(14))
     model.recurrences = 4
@@ -1166,6 +1168,9 @@ def test_the_picture_in_a_terminal(monkeypatch, capsys):
     assert [line.split("|")[1].rstrip() for line in lines[:4]] == ["  = = *", "        !", "          x", "          +"]
     assert "4 certain" in "".join(lines) and "plain decoding: call 12" in "".join(lines)
     assert all(len(line) < 81 for line in lines)
+    picture.prompt = "日本語の文章です" * 30
+    lines = picture.text_lines(wfd.Wave(9, rows, [8], [5, 6, 7, 8]), 69)
+    assert all(sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in re.sub("\x1b[^m]*m", "", line)) <= 79 for line in lines)
 
 
 def test_a_trace_is_an_svg_of_every_call(monkeypatch, capsys, tmp_path):
@@ -1175,7 +1180,11 @@ def test_a_trace_is_an_svg_of_every_call(monkeypatch, capsys, tmp_path):
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert "24 tokens in" in texts[-1] and "plain decoding needs 92" in texts[-1] and "certain" in "".join(texts)
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}rect"))) > 92 and "href" not in file.read_text()
-    assert run_demo(monkeypatch, "--max-new-tokens", 1, "--trace", file) == 0                 # one token, no call
+    assert run_demo(monkeypatch, "--max-new-tokens", 1, "--trace", file) == 0
+    assert "1 tokens in 0 block calls; plain decoding needs 0" in file.read_text()
+    wave = wfd.Wave(1, [wfd.Row(0, None, 1, 200, 4, "verified")], [195], [194, 195])
+    svg = demo.trace_svg([wave], [194, 195], load(TINY)[1], 1, 4)            # tokens that are control characters
+    assert xml.etree.ElementTree.fromstring(svg) is not None and "\N{REPLACEMENT CHARACTER}" in svg
 
 
 def test_spec_bench_resumes_where_it_was_interrupted(monkeypatch, capsys, tmp_path):
@@ -1208,9 +1217,21 @@ def test_spec_bench_resumes_where_it_was_interrupted(monkeypatch, capsys, tmp_pa
     arguments[-3] = 7
     monkeypatch.chdir(tmp_path / "part")
     assert run_demo(monkeypatch, *arguments) == 2 and "other settings" in capsys.readouterr().err
+    Path("empty.jsonl").write_text("")
+    Path("turns.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": "Who?"}')
     for argument, words in ((["--methods", "magic"], "does not know magic"), (["--spec-bench", "nowhere"], "nowhere is missing"),
-                            (["--spec-bench", HERE / "README.md"], "line 1 of")):
+                            (["--spec-bench", HERE / "README.md"], "line 1 of"), (["--spec-bench", "empty.jsonl"], "no questions"),
+                            (["--spec-bench", "turns.jsonl"], "line 1 of"), (["--max-new-tokens", 0], "1 or more"),
+                            (["--recurrences", 1], "fewer than 2 recurrences")):
         assert run_demo(monkeypatch, *arguments, *argument) == 2 and words in capsys.readouterr().err
+    file.write_text(file.read_text() + "{}\n")
+    assert run_demo(monkeypatch, *arguments[:-3], 6) == 2 and "is damaged" in capsys.readouterr().err
+    questions[1]["turns"] = ["word " * 20000]                                # more than the context; it has the category for itself
+    (tmp_path / "q.jsonl").write_text("\ufeff" + "".join(json.dumps(question) + "\n" for question in questions[:3]), encoding="utf-8")
+    monkeypatch.setattr(demo, "SPEC_BENCH_METHODS", ("plain", "published"))
+    arguments[-3:] = [6]
+    code, out, _, records = run("long")
+    assert code == 0 and "left out" in out and "questions 1\n" in out and [len(record["turns"]) for record in records] == [2, 2, 0, 0]
 
 
 def test_bench_of_a_shape(monkeypatch, capsys):

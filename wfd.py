@@ -80,8 +80,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        check(self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1,
-              f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not {self}")
+        check(self.temperature >= 0 and isinstance(self.top_k, int) and self.top_k >= 0 and 0 < self.top_p <= 1,
+              f"sampling needs temperature >= 0, an integer top_k >= 0 and 0 < top_p <= 1, not {self}")
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """logits [rows, V], and the position that each row predicts -> scores [rows, V], whose argmax is the sample."""
@@ -265,8 +265,8 @@ class Cache:
         layers = ((spec.prelude, 1, 1), (spec.core, recurrences, slots), (spec.coda, 1, 1))
         self.bytes = 2 * spec.heads * spec.head_dim * spec.dtype.itemsize * sum(
             n * (passes * near + planes * far) for n, passes, planes in layers)
-        free = available_memory(spec.device)
-        check(self.bytes <= free, f"the keys and values of {far} positions take {self.bytes / 2 ** 30:.1f} GiB, but {spec.device} has "
+        needed, free = self.bytes + near * near * spec.dtype.itemsize, available_memory(spec.device)        # and `seen`, below
+        check(needed <= free, f"the keys and values of {far} positions take {needed / 2 ** 30:.1f} GiB, but {spec.device} has "
               f"{free / 2 ** 30:.1f} GiB free: shorten the text, or share them between recurrences (kv_share)")
         self.stages = self.prelude, self.core, self.coda = [Stage(spec, *stage, near, far) for stage in layers]
         self.layers = [(stage, i) for stage, (n, _, _) in zip(self.stages, layers) for i in range(n)]
@@ -487,13 +487,12 @@ class Wavefront:
         for name, value, least in (("max_new_tokens", new, 0), ("model.recurrences", self.depth, 1), ("lookup", self.lookup, 0),
                                    ("draft_depth", self.draft_depth, 0)):
             check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
-        check(self.pad_rows is None or self.pad_rows >= self.max_rows,
-              f"pad_rows must be at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
+        check(self.pad_rows is None or (isinstance(self.pad_rows, int) and self.pad_rows >= self.max_rows),
+              f"pad_rows must be an integer, at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
         share = self.kv_share
-        check(share is None or (isinstance(share.slots, int) and isinstance(share.window, int)
+        check(share is None or (isinstance(share, KVShare) and type(share.slots) is type(share.window) is int
                                 and 1 <= share.slots <= self.depth and share.window >= 1),
-              f"kv_share needs 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not "
-              f"{share and share.slots} and {share and share.window}")
+              f"kv_share must be a KVShare with 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
         for k, n in self.candidates.items():
             check(isinstance(k, int) and isinstance(n, int) and 1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1),
                   f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {self.depth}, numbers from 1 up, and depth "
@@ -503,6 +502,8 @@ class Wavefront:
         self.limit_is = "length" if self.limit == new else "context"
         # The last new token is emitted and never fed. Prompt of 5, limit 3: tokens at 5, 6, 7, cells at 5 and 6 only.
         self.last = len(prompt) + self.limit - 2
+        if share:                                      # a wider window than the text is the text
+            self.kv_share = KVShare(share.slots, min(share.window, max(1, self.last + 1)))
         self.result = Result(finish="" if self.limit else self.limit_is)
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.started: list[Cell] = []                  # to be embedded before the next call
@@ -527,7 +528,7 @@ class Wavefront:
         what the stretches before it stored at that recurrence. A coda needs every position's keys and values.
         """
         spare = 1 if self.pad_rows else 0              # column 0, for the rows that only fill up
-        held = min(self.kv_share.window, self.last + 1) - 1 if self.kv_share else 0
+        held = self.kv_share.window - 1 if self.kv_share else 0
         self.cache = cache = Cache(self.spec, self.depth, near=held + self.room + spare, far=self.last + 1, share=self.kv_share)
         cache.free -= set(range(spare))
         cache.open_prompt(len(self.text))
@@ -680,11 +681,12 @@ class Wavefront:
         return not self.result.finish
 
     def start(self, parent: Cell | None, position: int, token: int, probability: float, looked_up: bool = False) -> bool:
-        """Start a cell, if there is room for it; otherwise the parent's next prediction tries again.
+        """Start a cell, if there is room for it and the window allows it; otherwise the parent's next prediction tries again.
 
         With look-ahead, what followed the latest earlier occurrence of the text's last tokens starts with it.
         """
-        if not self.cache.free or position > self.last or token in self.eos_ids:
+        in_flight = self.cache.near - len(self.cache.free) - len(self.cache.held) - bool(self.pad_rows)
+        if in_flight >= self.room or position > self.last or token in self.eos_ids:
             return False
         if self.kv_share and position >= self.cache.finished + self.kv_share.window:
             return False
