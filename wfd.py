@@ -2,7 +2,7 @@
 
 A looped model applies one block of layers T times to every token, so a token costs T block calls in a row. But its
 shallow states already guess the next token rather well, and the block's weights are the same at every depth: one
-call can advance rows that sit at *different* depths. So the next token starts from an early guess, the one after it
+call can advance positions that stand at *different* depths. So the next token starts from an early guess, the one after it
 from a guess of that, and all climb together, a diagonal wavefront:
 
     depth 4 |  #  verified          each call moves every cell in flight up by one;
@@ -25,7 +25,8 @@ Everything here works on rows, without a batch axis, and knows the model only th
 
     model.recurrences, model.context                 T; positions available
     model.candidates                                 the schedule to use when none is asked for
-    model.kv_spec                                    prelude, core, coda (layers of each), heads, head_dim, dtype, device
+    model.kv_spec                                    prelude, core, coda (layers of each), heads (K, of keys and values;
+                                                     queries may have more: H), head_dim (h), dtype, device
     model.embed(tokens, positions, kv)               [rows] -> [rows, d]; runs the prelude's layers, if it has any
     model.initial_state(e, positions)                [rows, d] -> [rows, d], the state at depth 0
     model.recur(x, e, positions, kv)                 [rows, d] -> [rows, d], one recurrence: the block call
@@ -39,6 +40,7 @@ Not here: several prompts at a time, training, printing, timing.
 
 import functools
 import hashlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -149,13 +151,6 @@ class Cell:
     in_flight: bool = True     # neither finished nor dropped
     event: str = ""            # what the last call did with it, see Row
 
-    def family(self) -> list["Cell"]:
-        """The cell and all its descendants, parents first."""
-        found = [self]
-        for cell in found:
-            found += cell.children
-        return found
-
     def lineage(self) -> list["Cell"]:
         """The cell and its ancestors in flight, youngest first."""
         found = [self]
@@ -182,10 +177,10 @@ class Cell:
 # from whatever depth its prediction was last read at. That can mislead drafts, but no token: at depth T a cell's
 # ancestors have been read at depth T before it, or are read in the same call, and have overwritten theirs.
 #
-# T planes are a lot of memory. With sharing, far positions keep only `slots` planes of the looped block: recurrence r
-# reads plane r mod slots, which holds the deepest recurrence of that class (the last `slots` recurrences are one of
-# each). That is another function than the model's own, so all decoders must agree on it whatever their schedule; hence
-# the window. Position q at recurrence r attends to
+# T planes are a lot of memory. With sharing, far positions keep only `slots` planes of the looped block: the last `slots`
+# recurrences, p in plane p mod slots, and recurrence r reads plane r mod slots. That is another function than the model's
+# own, so all decoders must agree on it whatever their schedule; hence the window. Behind the prompt, within which
+# everything is near, position q at recurrence r attends to
 #
 #     far   i <= q - window    what i left in plane r mod slots when it was finished
 #     near  i >  q - window    what i wrote at recurrence r itself, be it finished or in flight
@@ -194,9 +189,8 @@ class Cell:
 # last finished positions keep their near columns, with all T recurrences, for as long as a cell may come that needs them.
 
 
-@dataclass(frozen=True)
-class KVShare:
-    """Cross-recurrence sharing of keys and values: all but the last `window` positions keep those of `slots` recurrences."""
+class KVShare(NamedTuple):
+    """Cross-recurrence sharing of keys and values, see above."""
     slots: int
     window: int
 
@@ -207,7 +201,7 @@ class Stage:
     def __init__(self, spec, layers: int, passes: int, slots: int, near: int, far: int):
         def zeros(planes: int, columns: int) -> Tensor:                      # [layers, keys and values, planes, K, columns, h]
             return torch.zeros(layers, 2, planes, spec.heads, columns, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        self.slots, self.first = slots, (passes - slots) % slots             # `first`: the plane of the first of the last passes
+        self.passes, self.slots = passes, slots
         if slots == passes:
             self.whole = zeros(passes, near + far)                           # near and far side by side are read as one
             self.near, self.far = self.whole.split((near, far), dim=-2)
@@ -215,9 +209,8 @@ class Stage:
             self.whole, self.near, self.far = None, zeros(passes, near), zeros(slots, far)
 
     def finish(self, near: int, far: int) -> None:
-        """Copy a near column's last `slots` passes to a far column."""
-        last, planes = self.near[:, :, -self.slots:, :, near], self.far[..., far, :]
-        planes[:, :, self.first:], planes[:, :, :self.first] = last.split((self.slots - self.first, self.first), dim=2)
+        """Copy the last `slots` passes of a near column to a far one."""
+        self.far[..., far, :] = self.near[:, :, -self.slots:, :, near].roll(self.passes, 2)   # pass p goes to plane p mod slots
 
 
 class Grid:
@@ -231,13 +224,10 @@ class Grid:
         apart = math.gcd(*(plane - low for plane in planes)) or 1            # a plain slice takes every so many planes
         self.planes, self.lines = slice(low, high + 1, apart), (high - low) // apart + 1
         self.length = max(least, *Counter(planes).values())
-        home, taken = [], Counter()                    # the place of each row in the grid
-        for plane in planes:
-            home.append((plane - low) // apart * self.length + taken[plane])
-            taken[plane] += 1
-        grid = [0] * (self.lines * self.length)        # the row in each place; what is left repeats row 0, and nobody looks
-        for row, place in enumerate(home):
-            grid[place] = row
+        places = {plane: itertools.count((plane - low) // apart * self.length) for plane in planes}
+        home = [next(places[plane]) for plane in planes]                     # the place of each row in the grid
+        row_in = {place: row for row, place in enumerate(home)}
+        grid = [row_in.get(place, 0) for place in range(self.lines * self.length)]            # what is left repeats row 0
         self.home = self.grid = None
         if home != list(range(len(grid))):             # otherwise the rows are the grid
             self.home, self.grid = torch.tensor(home + grid, device=device).split([len(home), len(grid)])
@@ -261,7 +251,7 @@ class Cache:
     """
 
     def __init__(self, spec, recurrences: int, near: int, far: int, share: KVShare | None):
-        slots, self.window = (share.slots, share.window) if share else (recurrences, 1)
+        slots, self.window = share or (recurrences, 1)
         layers = ((spec.prelude, 1, 1), (spec.core, recurrences, slots), (spec.coda, 1, 1))
         self.bytes = 2 * spec.heads * spec.head_dim * spec.dtype.itemsize * sum(
             n * (passes * near + planes * far) for n, passes, planes in layers)
@@ -270,14 +260,14 @@ class Cache:
               f"{free / 2 ** 30:.1f} GiB free: shorten the text, or share them between recurrences (kv_share)")
         self.stages = self.prelude, self.core, self.coda = [Stage(spec, *stage, near, far) for stage in layers]
         self.layers = [(stage, i) for stage, (n, _, _) in zip(self.stages, layers) for i in range(n)]
-        self.near, self.share, self.device = near, share, spec.device
+        self.near, self.device = near, spec.device
         self.least = 2 if spec.dtype.itemsize == 2 else 1                    # CPUs take longer for one query than for two in half precision
         self.free = set(range(near))
         self.finished = 0                                                    # far columns filled
         self.held: dict[int, int] = {}                                       # finished position -> the near column it still has
         self.latest = 0                                                      # near column of the last finished position
+        # The attention mask among near columns: seen[column of a cell, column it may attend to] = 0, elsewhere -inf.
         self.seen = torch.full((near, near), -torch.inf, dtype=spec.dtype, device=spec.device)
-        # A row of `seen` belongs to the cell in a near column, with 0 at the near columns that it attends to.
 
     def take(self) -> int:
         """A free column: the one next to the far columns, so that few unused ones in between are read."""
@@ -288,7 +278,7 @@ class Cache:
     def open(self, cell: Cell) -> None:
         """A new cell sees what its parent sees, and itself, without what leaves the window."""
         self.seen[cell.column] = self.seen[cell.parent.column if cell.parent else self.latest]
-        if self.share and cell.position - self.window in self.held:
+        if cell.position - self.window in self.held:
             self.seen[cell.column, self.held[cell.position - self.window]] = -torch.inf
         self.seen[cell.column, cell.column] = 0
 
@@ -308,27 +298,27 @@ class Cache:
             self.held[position] = self.latest = self.take()
         self.seen[self.latest, list(self.held.values())] = 0
 
-    def keep(self, stage: Stage, depth: int) -> None:
-        """Copy what the prompt has just left in the far columns at this depth to its near ones."""
-        positions, near = list(self.held), list(self.held.values())
-        stage.near[:, :, depth, :, near] = stage.far[:, :, depth % stage.slots, :, positions]
-
-    def aim_at_prompt(self, stage: Stage, positions: Tensor, depth: int) -> None:
-        """The next attend calls are for a stretch of the prompt, all its rows at one depth. There everything is near."""
-        self.finished = int(positions[-1]) + 1
-        future = torch.arange(self.finished, device=self.device) > positions[:, None]         # [rows, positions]
-        mask = torch.zeros_like(future, dtype=self.seen.dtype).masked_fill_(future, -torch.inf)
+    def over_prompt(self, stage: Stage, depth: int, stretches: tuple[Tensor, ...]):
+        """For each stretch of the prompt, all its rows at one depth, aim the next attend calls at it, and give its number and
+        positions. Within the prompt everything is near; at the end it is copied to the near columns too."""
         plane = depth % stage.slots
-        self.grid = Grid([plane] * len(positions), self.device, self.least)
-        self.mask = self.grid.spread(mask[:, None])                          # [1, 1, rows, columns read]
-        self.writes = stage.far, torch.full_like(positions, plane), positions
-        self.attention = functools.partial(self.attend_together, stage.far, slice(self.finished))
+        for i, positions in enumerate(stretches):
+            self.finished = int(positions[-1]) + 1
+            future = torch.arange(self.finished, device=self.device) > positions[:, None]     # [rows, positions]
+            mask = torch.zeros_like(future, dtype=self.seen.dtype).masked_fill_(future, -torch.inf)
+            self.grid = Grid([plane] * len(positions), self.device, self.least)
+            self.mask = self.grid.spread(mask[:, None])                      # [1, 1, rows, columns read]
+            self.writes = stage.far, torch.full_like(positions, plane), positions
+            self.attention = functools.partial(self.attend_together, stage.far, slice(self.finished))
+            yield i, positions
+        stage.near[:, :, depth, :, list(self.held.values())] = stage.far[:, :, plane, :, list(self.held)]
 
-    def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor, first: int) -> None:
-        """The next attend calls are for cells in flight. `first` is the lowest near column that is in use."""
+    def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor) -> None:
+        """The next attend calls are for cells in flight."""
+        first = min(set(range(self.near)) - self.free)                       # the lowest near column that is in use
         mask = self.seen.new_zeros(len(depths), 1, self.near - first + self.finished)         # [rows, 1, columns read]
         mask[:, 0, :self.near - first] = self.seen[columns, first:]
-        if self.share:
+        if self.window > 1:                            # otherwise all that is finished is far
             far = torch.arange(self.finished, device=self.device) > positions[:, None, None] - self.window
             mask[:, :, self.near - first:].masked_fill_(far, -torch.inf)
         self.grid = Grid(depths, self.device, self.least)
@@ -347,8 +337,8 @@ class Cache:
         place, planes = torch.arange(length, device=self.device), torch.tensor(depths, device=self.device)
         near = []                                      # (row, position, depth, near column)
         for row, cell in enumerate(cells):
-            near += [(row, ancestor.position, cell.depth if stage is self.core else 0, ancestor.column) for ancestor in cell.lineage()]
-            near += [(row, position, cell.depth if stage is self.core else 0, column) for position, column in self.held.items()
+            near += [(row, ancestor.position, depths[row], ancestor.column) for ancestor in cell.lineage()]
+            near += [(row, position, depths[row], column) for position, column in self.held.items()
                      if position > cell.position - self.window]
         self.writes = stage.near, planes, columns
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
@@ -412,12 +402,12 @@ def available_memory(device: torch.device) -> float:
 # start new children at depth 0. At depth T, n = 1, and that token is committed. The map k -> n(k) is `candidates`:
 #
 #     {}                       plain decoding: nothing starts before its parent is finished
-#     {1: 1}                   the published schedule: one draft, corrected only at depth T
+#     {1: 1}                   the schedule of the paper ("published"): one draft, corrected only at depth T
 #     {1: 1, 2: 1, 3: 1}       early correction: a deeper prediction that differs replaces the draft at once
 #     {1: 2, 2: 2, 3: 1}       two candidates kept open until depth 3 settles it
 #
-# A token costs k calls, where k is the least depth such that its parent's predictions at k and at every later depth
-# that is read include it: the token starts when its parent is k deep, and is k behind it to the end.
+# A token costs as many calls as its parent was deep when its cell started, if no later reading dropped it: it stays that
+# far behind.
 
 
 class Row(NamedTuple):
@@ -507,12 +497,9 @@ class Wavefront:
         self.result = Result(finish="" if self.limit else self.limit_is)
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.started: list[Cell] = []                  # to be embedded before the next call
-        self.numbers = 0
+        self.numbers = itertools.count()
         self.tensor = functools.partial(torch.tensor, device=self.spec.device)
-        self.text: list[int] = []                      # prompt and committed tokens
-        self.follows: dict[tuple[int, ...], int] = {}  # two to four tokens -> where the token behind them stands in the text
-        for token in prompt:
-            self.remember(token)
+        self.text = list(prompt)                       # and committed tokens
 
     def run(self, on_call: Callable[[Wave], None] | None = None) -> Result:
         if not self.result.finish:
@@ -536,20 +523,14 @@ class Wavefront:
         model, tokens = self.model, self.tensor(self.text)
         stretches = torch.arange(len(tokens), device=tokens.device).split(PREFILL_ROWS)
         e, x = [], []
-        for positions in stretches:
-            cache.aim_at_prompt(cache.prelude, positions, 0)
+        for _, positions in cache.over_prompt(cache.prelude, 0, stretches):
             e.append(model.embed(tokens[positions], positions, cache))                        # [rows, d]
             x.append(model.initial_state(e[-1], positions))
-        cache.keep(cache.prelude, 0)
         for k in range(self.depth):
-            for i, positions in enumerate(stretches):
-                cache.aim_at_prompt(cache.core, positions, k)
+            for i, positions in cache.over_prompt(cache.core, k, stretches):
                 x[i] = model.recur(x[i], e[i], positions, cache)
-            cache.keep(cache.core, k)
-        for i, positions in enumerate(stretches):
-            cache.aim_at_prompt(cache.coda, positions, 0)
+        for i, positions in cache.over_prompt(cache.coda, 0, stretches):
             logits = model.predict(x[i], positions, cache, select=self.tensor([len(positions) - 1]))
-        cache.keep(cache.coda, 0)
         self.x, self.e = (t[0].new_zeros(cache.near, t[0].shape[-1]) for t in (x, e))         # of the cells in flight
         self.x[0], self.e[0] = x[0][0], e[0][0]                              # something finite for rows that only fill up
         token = self.interpret(logits, [len(tokens)], 1)[0][0][0]
@@ -606,8 +587,7 @@ class Wavefront:
         if len(stage.near) and self.pad_rows:
             self.cache.aim_in_order(stage, cells, columns, depths + filling, positions)
         elif len(stage.near):
-            first = min(*(cell.column for cell in self.cells), self.cache.near, *self.cache.held.values())
-            self.cache.aim_at_cells(stage, columns, depths, positions, first)
+            self.cache.aim_at_cells(stage, columns, depths, positions)
         return columns, positions
 
     def advance(self, rows: list[Cell]) -> None:
@@ -643,13 +623,14 @@ class Wavefront:
         final, stats, tried = cell.depth == self.depth, self.result.stats, {child.token for child in cell.children}
         drafts = len(tried) + cell.tried_stop
         for child in cell.children:
-            if child.token in wanted:
-                child.probability = wanted[child.token]
-            elif final or not child.looked_up:         # only depth T decides about what was looked up
-                for lost in child.family():
-                    lost.in_flight, lost.event = False, "dropped"
-                    self.cache.free.add(lost.column)
-                    stats["dropped_rows"] += lost.depth
+            child.probability = wanted.get(child.token, child.probability)
+        # What was looked up stays until depth T decides about it.
+        dropped = [child for child in cell.children if child.token not in wanted and (final or not child.looked_up)]
+        for lost in dropped:
+            dropped += lost.children                   # and on to their children
+            lost.in_flight, lost.event = False, "dropped"
+            self.cache.free.add(lost.column)
+            stats["dropped_rows"] += lost.depth
         cell.children = [child for child in cell.children if child.in_flight]
         if final:
             self.cache.finish(cell)
@@ -672,7 +653,7 @@ class Wavefront:
 
     def commit(self, token: int) -> bool:
         """Emit a token. True if the text goes on behind it."""
-        self.remember(token)
+        self.text.append(token)
         self.result.tokens.append(token)
         if token in self.eos_ids:
             self.result.finish = "stop"
@@ -690,8 +671,7 @@ class Wavefront:
             return False
         if self.kv_share and position >= self.cache.finished + self.kv_share.window:
             return False
-        cell = Cell(self.numbers, position, token, parent, self.cache.take(), probability, looked_up)
-        self.numbers += 1
+        cell = Cell(next(self.numbers), position, token, parent, self.cache.take(), probability, looked_up)
         self.cache.open(cell)
         self.started.append(cell)
         if parent:
@@ -704,19 +684,13 @@ class Wavefront:
                 cell = cell.children[-1]
         return True
 
-    def remember(self, token: int) -> None:
-        """Append a certain token to the text, and note for look-ahead what it follows."""
-        for n in (2, 3, 4) if self.lookup else ():
-            self.follows[tuple(self.text[-n:])] = len(self.text)
-        self.text.append(token)
-
     def look_up(self, cell: Cell) -> list[int]:
         """What followed the last tokens before, up to `lookup` tokens: of the last four, else three, else two."""
-        text = self.text + [draft.token for draft in reversed(cell.lineage()) if draft.position >= len(self.text)]
+        text = self.text + [draft.token for draft in reversed(cell.lineage()[:-1])]           # the oldest is in the text already
+        characters = "".join(map(chr, text))           # one for each token: strings have a fast search
         for n in (4, 3, 2):
-            in_flight = (place for place in range(len(text) - 1, max(len(self.text), n) - 1, -1) if text[place - n:place] == text[-n:])
-            if place := next(in_flight, self.follows.get(tuple(text[-n:]))):
-                return text[place:place + self.lookup]
+            if (place := characters.rfind(characters[-n:], 0, -1)) >= 0:
+                return text[place + n:place + n + self.lookup]
         return []
 
 
