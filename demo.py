@@ -116,6 +116,11 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if "spec_bench" not in options and ("limit" in options or "methods" in options):
         parser.error("--limit and --methods belong to --spec-bench")
+    foreign = [name for name in ("candidates", "max_rows", "lookup", "kv_share", "pad_rows", "trace") if name in options]
+    if foreign and ("bench" in options or "spec_bench" in options):
+        parser.error(f"--{foreign[0].replace('_', '-')} has no effect with --bench and --spec-bench, which compare methods of their own")
+    if options.temperature == 0 and (options.top_k or options.top_p != 1):
+        parser.error("--top-k and --top-p need a --temperature above 0")
     return options
 
 

@@ -1141,7 +1141,7 @@ def test_the_demo(monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, words", [
     (["--model", "no/such"], "hf download no/such"), (["--candidates", "9:1"], "depths go from 1 to 4"),
     (["--candidates", "1"], "DEPTH:NUMBER"), (["--prompt", ""], "prompt is empty"), (["--recurrences", "0"], "recurrences"),
-    (["--top-p", "2"], "top_p"), (["--kv-share", "1"], "SLOTS:WINDOW"), (["--kv-share", "9:4"], "1 to 4 slots"),
+    (["--temperature", "1", "--top-p", "2"], "top_p"), (["--top-k", "2"], "need a --temperature"), (["--bench", "--kv-share", "1:4"], "no effect"), (["--kv-share", "1"], "SLOTS:WINDOW"), (["--kv-share", "9:4"], "1 to 4 slots"),
     (["--trace", "no/such/a.svg"], "folder that exists"), (["--trace", "a.png"], ".svg"), (["--limit", "3"], "--spec-bench"),
     (["--spec-bench", "q", "--limit", "0"], "1 or more"), (["--device", "abacus"], "abacus"), (["--bench", "gpt"], "invalid choice")])
 def test_the_demo_refuses_bad_input_in_one_line(monkeypatch, capsys, arguments, words):

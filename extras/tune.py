@@ -62,7 +62,8 @@ def search(counted: Counted, times: dict[int, tuple[float, float]]) -> tuple[dic
 
     def cost(schedule):
         return seconds(counted(*schedule), times)
-    starts = [{d: 1} for d in depths] + [dict.fromkeys(depths, n) for n in (1, 2)] + [{**dict.fromkeys(depths, 1), 1: 2, 2: 2}]
+    starts = [{d: 1} for d in depths] + [dict.fromkeys(depths, n) for n in (1, 2)] + [
+        {**dict.fromkeys(depths, 1), 1: 2, 2: 2}, {k: 2 if k == 1 else 1 for k in depths if k in (1, 2, 4, 8)}]
     best = min(((candidates, rows) for candidates in starts for rows in (8, 32)), key=cost)
     while True:
         candidates, max_rows = best
