@@ -237,7 +237,7 @@ class Huginn(LoopedLM):
         super().__init__(config, norm_sums=True)
         # For tiny/huginn, extras/tune.py finds one candidate at nearly every depth, two at depth 1 in bfloat16, be it with the
         # costs of its own calls or with those of the official size (--shape huginn-3.5b), where a reading costs 0.7 of a call
-        # of one row. This is as good within a few percent, with half the readings. A second candidate at depth 1 costs a few
+        # of one row. This is within 8 percent of that, with half the readings. A second candidate at depth 1 costs a few
         # rows; a wrong draft that is found at depth 32 costs 32 calls.
         self.candidates = {1: 2, 2: 1, 4: 1, 8: 1}
         self.adapter = nn.Linear(2 * config.width, config.width, bias=config.adapter_bias)
