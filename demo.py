@@ -168,8 +168,9 @@ def generate(options: argparse.Namespace) -> int:
     for decode, settings in ((wavefront, schedule), (autoregressive, {})):   # warm-up
         decode(model, prompt, min(new, 8), **settings, **common)
     common["eos_ids"] = tokenizer.eos_ids
+    size = shutil.get_terminal_size()
     in_terminal = (sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-                   and min(shutil.get_terminal_size().columns / 40, shutil.get_terminal_size().lines / 14) >= 1)
+                   and size.columns >= 40 and size.lines >= 14)
     view = (Picture if in_terminal else Text)(options, tokenizer, len(prompt), model.recurrences)
     try:
         ours, seconds = timed(wavefront, model, prompt, new, **schedule, **common, on_call=view.show)
@@ -508,6 +509,10 @@ class Replay(Wavefront):
     """Computes everything, then believes a recorded prediction instead: random weights, realistic drafts."""
     record: list[dict[int, list[tuple[int, float]]]]   # depth - 1 -> predicted position -> best tokens with probabilities
 
+    def prefill(self):
+        super().prefill()
+        self.begin = time.perf_counter()
+
     def read(self, cells):
         self.depths = [cell.depth for cell in cells]
         super().read(cells)
@@ -529,11 +534,7 @@ def replay(model: LoopedLM, tiny: LoopedLM, prompt: list[int], new: int, rows: i
     for name, candidates, most in (("plain", {}, 1), (f"published, draft depth {d}", {d: 1}, rows), ("wavefront (default)", tiny.candidates, rows)):
         length = min(new, 10) if name == "plain" else new                    # a token of plain decoding costs what every other does
         wave = Replay(model, prompt, length, candidates, max_rows=most, room=2 * most)
-        wave.prefill()
-        begin = time.perf_counter()
-        while not wave.result.finish:
-            wave.step(None)
-        results[name] = wave.result, (time.perf_counter() - begin) / (length - 1)
+        results[name] = wave.run(), (time.perf_counter() - wave.begin) / (length - 1)
         assert wave.result.tokens == text[len(prompt):len(prompt) + length], "the replay went astray"
     return results
 

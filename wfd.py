@@ -208,9 +208,9 @@ class Stage:
         else:
             self.whole, self.near, self.far = None, zeros(passes, near), zeros(slots, far)
 
-    def finish(self, near: int, far: int) -> None:
-        """Copy the last `slots` passes of a near column to a far one."""
-        self.far[..., far, :] = self.near[:, :, -self.slots:, :, near].roll(self.passes, 2)   # pass p goes to plane p mod slots
+    def finish(self, column: int, position: int) -> None:
+        """Copy the last `slots` passes of a near column to the far column of a position."""
+        self.far[..., position, :] = self.near[:, :, -self.slots:, :, column].roll(self.passes, 2)   # pass p goes to plane p mod slots
 
 
 class Grid:
@@ -335,15 +335,15 @@ class Cache:
         there are rows that only fill up."""
         length = -(-max(self.finished, *(cell.position + 1 for cell in cells)) // 64) * 64
         place, planes = torch.arange(length, device=self.device), torch.tensor(depths, device=self.device)
-        near = []                                      # (row, position, depth, near column)
+        own = []                                       # (row, position, depth, near column)
         for row, cell in enumerate(cells):
-            near += [(row, ancestor.position, depths[row], ancestor.column) for ancestor in cell.lineage()]
-            near += [(row, position, depths[row], column) for position, column in self.held.items()
+            own += [(row, ancestor.position, depths[row], ancestor.column) for ancestor in cell.lineage()]
+            own += [(row, position, depths[row], column) for position, column in self.held.items()
                      if position > cell.position - self.window]
         self.writes = stage.near, planes, columns
         self.mask = torch.where(place <= positions[:, None], 0.0, -torch.inf).to(self.seen.dtype)[:, None, None]
         self.attention = functools.partial(self.attend_in_order, stage, planes[:, None] % stage.slots,
-                                           place.clamp(max=stage.far.shape[-2] - 1), torch.tensor(near, device=self.device).T)
+                                           place.clamp(max=stage.far.shape[-2] - 1), torch.tensor(own, device=self.device).T)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend. q [rows, H, h], k and v [rows, K, h] -> [rows, H, h]."""
@@ -367,9 +367,9 @@ class Cache:
         near, far = weights.split((self.near - first, self.finished), dim=-1)                 # [rows, H, columns] each
         return sum(grid.collect(by_heads(grid.spread(part), values)) for part, (grid, (_, values)) in zip((near, far), parts))
 
-    def attend_in_order(self, stage: Stage, planes: Tensor, positions: Tensor, near: Tensor, i: int, q: Tensor) -> Tensor:
+    def attend_in_order(self, stage: Stage, planes: Tensor, positions: Tensor, own: Tensor, i: int, q: Tensor) -> Tensor:
         """Every row as a batch element with one query, the keys of its own text gathered in position order."""
-        row, position, depth, column = near
+        row, position, depth, column = own
         kept = stage.far[i][:, planes, :, positions]                         # [rows, positions, 2, K, h]
         kept[row, position] = stage.near[i][:, depth, :, column]
         keys, values = kept.permute(2, 0, 3, 1, 4)                           # [rows, K, positions, h] each

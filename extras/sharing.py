@@ -27,7 +27,13 @@ class Dictated(Wavefront):
     The right token is the draft at depth 1, so the wavefront has as many rows as the window allows.
     """
     text_to_write: list[int]
+    keep_first: bool
     loss = 0.0
+
+    def prefill(self):
+        super().prefill()
+        if self.keep_first:
+            replace_by_first(self.cache)
 
     def read(self, cells):
         self.reading = cells
@@ -57,12 +63,8 @@ def loss(model, texts: list[list[int]], share: KVShare | None, keep_first: bool 
     total = 0.0
     for text in texts:
         wave = Dictated(model, text[:1], len(text) - 1, {1: 1}, max_rows=32, room=32, kv_share=share)
-        wave.text_to_write = text
-        wave.prefill()
-        if keep_first:
-            replace_by_first(wave.cache)
-        while not wave.result.finish:
-            wave.step(None)
+        wave.text_to_write, wave.keep_first = text, keep_first
+        wave.run()
         total += wave.loss / (len(text) - 2)           # the prefill's prediction is not counted
     return total / len(texts)
 
