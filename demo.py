@@ -513,13 +513,8 @@ class Replay(Wavefront):
         super().prefill()
         self.begin = time.perf_counter()
 
-    def read(self, cells):
-        self.depths = [cell.depth for cell in cells]
-        super().read(cells)
-
-    def interpret(self, logits, positions, n):
-        super().interpret(logits, positions, n)
-        depths = getattr(self, "depths", [self.depth])                       # the prefill reads once, at depth T
+    def interpret(self, logits, positions, depths, n):
+        super().interpret(logits, positions, depths, n)
         return [self.record[depth - 1][position][:n] for depth, position in zip(depths, positions)]
 
 

@@ -82,7 +82,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        check(self.temperature >= 0 and isinstance(self.top_k, int) and self.top_k >= 0 and 0 < self.top_p <= 1,
+        numbers = all(isinstance(value, (int, float)) for value in (self.temperature, self.top_p))
+        check(numbers and self.temperature >= 0 and isinstance(self.top_k, int) and self.top_k >= 0 and 0 < self.top_p <= 1,
               f"sampling needs temperature >= 0, an integer top_k >= 0 and 0 < top_p <= 1, not {self}")
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
@@ -150,6 +151,7 @@ class Cell:
     tried_stop: bool = False   # a stop token is among its candidates; such a draft gets no cell
     in_flight: bool = True     # neither finished nor dropped
     event: str = ""            # what the last call did with it, see Row
+    logits: Tensor | None = None                       # and what was read of it
 
     def lineage(self) -> list["Cell"]:
         """The cell and its ancestors in flight, youngest first."""
@@ -314,21 +316,26 @@ class Cache:
         stage.near[:, :, depth, :, list(self.held.values())] = stage.far[:, :, plane, :, list(self.held)]
 
     def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor) -> None:
-        """The next attend calls are for cells in flight."""
-        first = min(set(range(self.near)) - self.free)                       # the lowest near column that is in use
-        mask = self.seen.new_zeros(len(depths), 1, self.near - first + self.finished)         # [rows, 1, columns read]
-        mask[:, 0, :self.near - first] = self.seen[columns, first:]
+        """The next attend calls are for cells in flight.
+
+        More columns are read than are in use, and masked, so that their number seldom changes: for every new shape of a
+        half-precision product CPUs compile a kernel.
+        """
+        in_use = self.near - min(set(range(self.near)) - self.free)          # the near columns from the lowest in use
+        near, far = min(-(-in_use // 16) * 16, self.near), min(-(-self.finished // 64) * 64, stage.far.shape[-2])
+        mask = self.seen.new_full((len(depths), 1, near + far), -torch.inf)  # [rows, 1, columns read]
+        mask[:, 0, :near] = self.seen[columns, -near:]
+        mask[:, 0, near:near + self.finished] = 0
         if self.window > 1:                            # otherwise all that is finished is far
-            far = torch.arange(self.finished, device=self.device) > positions[:, None, None] - self.window
-            mask[:, :, self.near - first:].masked_fill_(far, -torch.inf)
+            mask[:, :, near:].masked_fill_(torch.arange(far, device=self.device) > positions[:, None, None] - self.window, -torch.inf)
         self.grid = Grid(depths, self.device, self.least)
         self.writes = stage.near, torch.tensor(depths, device=self.device), columns
         if stage.whole is not None:
             self.mask = self.grid.spread(mask)                               # [lines, 1, length, columns read]
-            self.attention = functools.partial(self.attend_together, stage.whole, slice(first, self.near + self.finished))
+            self.attention = functools.partial(self.attend_together, stage.whole, slice(self.near - near, self.near + far))
         else:
             self.mask, self.far_grid = mask, Grid([depth % stage.slots for depth in depths], self.device, self.least)
-            self.attention = functools.partial(self.attend_apart, stage, first)
+            self.attention = functools.partial(self.attend_apart, stage, near, far)
 
     def aim_in_order(self, stage: Stage, cells: list[Cell], columns: Tensor, depths: list[int], positions: Tensor) -> None:
         """The next attend calls are for cells in flight, in bitwise mode: see section 5. Behind the first len(cells) rows
@@ -357,15 +364,15 @@ class Cache:
         keys, values = part[i][:, self.grid.planes, :, columns]              # [lines, K, columns read, h]
         return self.grid.collect(softmax_attention(self.grid.spread(q), keys, values, self.mask))
 
-    def attend_apart(self, stage: Stage, first: int, i: int, q: Tensor) -> Tensor:
+    def attend_apart(self, stage: Stage, near: int, far: int, i: int, q: Tensor) -> Tensor:
         """Near and far columns in different planes, with one softmax over both. All rows of a class share one read of a far plane."""
-        parts = ((self.grid, stage.near[i][:, self.grid.planes, :, first:]),
-                 (self.far_grid, stage.far[i][:, self.far_grid.planes, :, :self.finished]))
+        parts = ((self.grid, stage.near[i][:, self.grid.planes, :, -near:]),
+                 (self.far_grid, stage.far[i][:, self.far_grid.planes, :, :far]))
         q = q * q.shape[-1] ** -0.5
         scores = torch.cat([grid.collect(by_heads(grid.spread(q), keys.mT)) for grid, (keys, _) in parts], dim=-1)
         weights = (scores + self.mask).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-        near, far = weights.split((self.near - first, self.finished), dim=-1)                 # [rows, H, columns] each
-        return sum(grid.collect(by_heads(grid.spread(part), values)) for part, (grid, (_, values)) in zip((near, far), parts))
+        weights = weights.split((near, far), dim=-1)   # [rows, H, columns] each
+        return sum(grid.collect(by_heads(grid.spread(part), values)) for part, (grid, (_, values)) in zip(weights, parts))
 
     def attend_in_order(self, stage: Stage, planes: Tensor, positions: Tensor, own: Tensor, i: int, q: Tensor) -> Tensor:
         """Every row as a batch element with one query, the keys of its own text gathered in position order."""
@@ -418,6 +425,7 @@ class Row(NamedTuple):
     token: int
     depth: int                 # after the call
     event: str                 # "advanced", "drafted", "verified", "corrected" or "dropped"
+    logits: Tensor | None = None                       # [V], its prediction; None if that was not read
 
 
 @dataclass
@@ -467,7 +475,7 @@ class Wavefront:
 
     def __post_init__(self):
         model, prompt, new = self.model, self.prompt, self.max_new_tokens
-        self.depth, self.spec, self.eos_ids, context = model.recurrences, model.kv_spec, set(self.eos_ids), model.context
+        self.depth, self.spec, context, share = model.recurrences, model.kv_spec, model.context, self.kv_share
         check(prompt != [], "the prompt is empty: one or more token ids are needed")
         check(isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt),
               "the prompt must be one list of token ids (one prompt at a time)")
@@ -479,15 +487,18 @@ class Wavefront:
             check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
         check(self.pad_rows is None or (isinstance(self.pad_rows, int) and self.pad_rows >= self.max_rows),
               f"pad_rows must be an integer, at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
-        share = self.kv_share
+        check(isinstance(self.eos_ids, Collection) and all(isinstance(token, int) for token in self.eos_ids),
+              f"eos_ids must be a set or list of token ids, not {self.eos_ids!r}")
+        check(isinstance(self.sampling, (Sampling, type(None))), f"sampling must be a Sampling or None, not {self.sampling!r}")
         check(share is None or (isinstance(share, KVShare) and type(share.slots) is type(share.window) is int
                                 and 1 <= share.slots <= self.depth and share.window >= 1),
               f"kv_share must be a KVShare with 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
+        check(isinstance(self.candidates, dict), f"candidates must be a dict, depth: number, not {self.candidates!r}")
         for k, n in self.candidates.items():
             check(isinstance(k, int) and isinstance(n, int) and 1 <= k <= self.depth and n >= 1 and (k < self.depth or n == 1),
                   f"candidates {{{k}: {n}}} is not possible: depths go from 1 to {self.depth}, numbers from 1 up, and depth "
                   f"{self.depth} has one candidate")
-        self.candidates = {**self.candidates, self.depth: 1}
+        self.candidates, self.eos_ids = {**self.candidates, self.depth: 1}, set(self.eos_ids)
         self.limit = min(new, context - len(prompt))
         self.limit_is = "length" if self.limit == new else "context"
         # The last new token is emitted and never fed. Prompt of 5, limit 3: tokens at 5, 6, 7, cells at 5 and 6 only.
@@ -502,6 +513,7 @@ class Wavefront:
         self.text = list(prompt)                       # and committed tokens
 
     def run(self, on_call: Callable[[Wave], None] | None = None) -> Result:
+        check(on_call is None or callable(on_call), f"on_call must be a function, not {on_call!r}")
         if not self.result.finish:
             self.prefill()
         while not self.result.finish:
@@ -533,7 +545,7 @@ class Wavefront:
             logits = model.predict(x[i], positions, cache, select=self.tensor([len(positions) - 1]))
         self.x, self.e = (t[0].new_zeros(cache.near, t[0].shape[-1]) for t in (x, e))         # of the cells in flight
         self.x[0], self.e[0] = x[0][0], e[0][0]                              # something finite for rows that only fill up
-        token = self.interpret(logits, [len(tokens)], 1)[0][0][0]
+        token = self.interpret(logits, [len(tokens)], [self.depth], 1)[0][0][0]
         if self.commit(token):
             self.start(None, len(tokens), token, 1.0)
 
@@ -549,8 +561,8 @@ class Wavefront:
         if on_call:
             tokens = list(self.result.tokens)
             on_call(Wave(self.result.calls, [
-                Row(cell.number, cell.parent.number if cell.parent else None, cell.position, cell.token, cell.depth, cell.event)
-                for cell in rows], tokens[before:], tokens))
+                Row(cell.number, cell.parent.number if cell.parent else None, cell.position, cell.token, cell.depth, cell.event,
+                    cell.logits) for cell in rows], tokens[before:], tokens))
 
     def embed_started(self) -> None:
         """Bring the new cells to depth 0."""
@@ -598,20 +610,22 @@ class Wavefront:
         self.result.calls += 1
         self.result.rows += len(rows)
         for cell in rows:
-            cell.depth, cell.event = cell.depth + 1, "advanced"
+            cell.depth, cell.event, cell.logits = cell.depth + 1, "advanced", None
 
     def read(self, cells: list[Cell]) -> None:
         """Read the predictions of these cells, parents first, and let the tree follow them."""
         columns, positions = self.place(self.cache.coda, cells, [0] * len(cells))
         logits = self.model.predict(self.x[columns], positions, self.cache)[:len(cells)]      # [rows, V]
         self.result.stats["predict_calls"] += 1
-        predictions = self.interpret(logits, [cell.position + 1 for cell in cells], max(self.candidates[c.depth] for c in cells))
-        for cell, ranked in zip(cells, predictions):
+        depths = [cell.depth for cell in cells]
+        predictions = self.interpret(logits, [cell.position + 1 for cell in cells], depths, max(map(self.candidates.get, depths)))
+        for cell, row, ranked in zip(cells, logits, predictions):
+            cell.logits = row
             if cell.in_flight and not self.result.finish:                    # an ancestor may just have dropped it
                 self.follow(cell, dict(ranked[:self.candidates[cell.depth]]))
 
-    def interpret(self, logits: Tensor, positions: list[int], n: int) -> list[list[tuple[int, float]]]:
-        """The n best tokens for each of the predicted positions, with their probabilities."""
+    def interpret(self, logits: Tensor, positions: list[int], depths: list[int], n: int) -> list[list[tuple[int, float]]]:
+        """The n best tokens for each of the predicted positions, with their probabilities. Depths: for subclasses to know."""
         return read_predictions(self.sampling.scores(logits, positions) if self.sampling else logits, n)
 
     def follow(self, cell: Cell, wanted: dict[int, float]) -> None:

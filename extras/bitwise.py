@@ -14,38 +14,26 @@ import demo  # noqa: E402
 import torch  # noqa: E402
 
 from load_weights import load  # noqa: E402
-from wfd import Wavefront  # noqa: E402
+from wfd import autoregressive, wavefront  # noqa: E402
 
 SCHEDULES = ({1: 1}, {1: 1, 2: 1, 3: 1}, {1: 2, 2: 2, 3: 2}, {1: 3, 2: 2, 3: 2})
 
 
-class Recording(Wavefront):
-    """Keeps the logits that tokens were committed from: position -> [V]."""
-
-    def read(self, cells):
-        self.reading = cells
-        super().read(cells)
-
-    def interpret(self, logits, positions, n):
-        for row, position, cell in zip(logits, positions, getattr(self, "reading", ())):
-            if cell.depth == self.depth:
-                self.__dict__.setdefault("logits", {})[position] = row
-        return super().interpret(logits, positions, n)
-
-
-@torch.inference_mode()
-def final_logits(model, prompt: list[int], new: int, candidates: dict[int, int], rows: int, pad_rows: int) -> dict[int, torch.Tensor]:
-    wave = Recording(model, prompt, new, candidates, max_rows=rows, room=2 * rows, pad_rows=pad_rows)
-    wave.run()
-    return wave.logits
+def final_logits(decode, model, prompt: list[int], new: int, **options) -> dict[int, torch.Tensor]:
+    """The logits [V] behind every position that tokens were committed from, the prefill's left out."""
+    logits = {}
+    result = decode(model, prompt, new, **options, on_call=lambda wave: logits.update(
+        (row.position, row.logits) for row in wave.rows if row.event in ("verified", "corrected") and row.depth == model.recurrences))
+    assert len(logits) == len(result.tokens) - 1
+    return logits
 
 
 def differences(model, prompt: list[int], new: int, rows: int, schedules=SCHEDULES) -> tuple[int, int]:
     """(logit vectors compared, logit vectors that differ in some bit)."""
-    plain = final_logits(model, prompt, new, {}, 1, rows)
+    plain = final_logits(autoregressive, model, prompt, new, pad_rows=rows)
     compared = different = 0
     for candidates in schedules:
-        ours = final_logits(model, prompt, new, candidates, rows, rows)
+        ours = final_logits(wavefront, model, prompt, new, candidates=candidates, max_rows=rows, pad_rows=rows)
         assert ours.keys() == plain.keys()
         compared += len(plain)
         different += sum(not torch.equal(plain[position], ours[position]) for position in plain)

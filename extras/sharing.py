@@ -22,29 +22,20 @@ from wfd import Cache, KVShare, Wavefront, autoregressive, wavefront  # noqa: E4
 
 
 class Dictated(Wavefront):
-    """Writes a given text, whatever the model predicts, and adds up the loss of its predictions at depth T.
+    """Writes a given text, whatever the model predicts.
 
     The right token is the draft at depth 1, so the wavefront has as many rows as the window allows.
     """
     text_to_write: list[int]
     keep_first: bool
-    loss = 0.0
 
     def prefill(self):
         super().prefill()
         if self.keep_first:
             replace_by_first(self.cache)
 
-    def read(self, cells):
-        self.reading = cells
-        super().read(cells)
-
-    def interpret(self, logits, positions, n):
-        tokens = [self.text_to_write[position] for position in positions]
-        for row, cell, token in zip(logits, getattr(self, "reading", ()), tokens):
-            if cell.depth == self.depth:
-                self.loss += F.cross_entropy(row, torch.tensor(token)).item()
-        return [[(token, 1.0)] for token in tokens]
+    def interpret(self, logits, positions, depths, n):
+        return [[(self.text_to_write[position], 1.0)] for position in positions]
 
 
 def replace_by_first(cache: Cache) -> None:
@@ -64,8 +55,10 @@ def loss(model, texts: list[list[int]], share: KVShare | None, keep_first: bool 
     for text in texts:
         wave = Dictated(model, text[:1], len(text) - 1, {1: 1}, max_rows=32, room=32, kv_share=share)
         wave.text_to_write, wave.keep_first = text, keep_first
-        wave.run()
-        total += wave.loss / (len(text) - 2)           # the prefill's prediction is not counted
+        losses = []                                    # behind the prefill
+        wave.run(lambda wave: losses.extend(F.cross_entropy(row.logits, torch.tensor(text[row.position + 1])).item()
+                                            for row in wave.rows if row.depth == model.recurrences))
+        total += statistics.mean(losses)
     return total / len(texts)
 
 
