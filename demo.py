@@ -34,7 +34,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 import torch  # noqa: E402
 
-from load_weights import load  # noqa: E402
+from load_weights import check_device, load  # noqa: E402
 from model import Config, Huginn, LoopedLM, Ouro  # noqa: E402
 from wfd import KVShare, Result, Sampling, Wave, Wavefront, autoregressive, available_memory, draft_then_verify, wavefront  # noqa: E402
 
@@ -76,9 +76,9 @@ def parse_limit(text: str) -> int:
 
 def parse_device(text: str) -> str:
     try:
-        torch.empty(0, device=text).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device of this machine ({str(error).splitlines()[0]})") from None
+        check_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from None
     return text
 
 

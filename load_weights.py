@@ -6,10 +6,12 @@
 A snapshot is read as published: config.json, safetensors (one file, or shards with an index), tokenizer.json,
 generation_config.json, the chat template. Every tensor in it must be used or be one of a few that are known to be
 unneeded, every parameter must be filled, and every shape must be right: a model that loads by halves answers by
-halves. No code from the snapshot is run; its chat template is rendered in a sandbox.
+halves. A snapshot is not trusted: no code from it is run, it names no file outside itself, what it asks for is bounded,
+and its chat template is rendered in a sandbox.
 """
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -18,16 +20,27 @@ import warnings
 from pathlib import Path
 
 import jinja2
+import jinja2.compiler
 import jinja2.sandbox
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from model import Config, Huginn, LoopedLM, Ouro
+from wfd import available_memory
+
+
+def one_line(text: object, length: int = 400) -> str:
+    """Fit to be printed, whatever a snapshot has put into it."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))
+    return line if len(line) <= length else f"{line[:length // 2]} ... {line[-length // 2:]}"
 
 
 class CheckpointError(ValueError):
     """A snapshot that can't be used: one sentence that names the file and what is wrong with it."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message, 1000))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,36 +65,78 @@ def find_snapshot(path: str | Path) -> Path:
     return snapshots[0]
 
 
-def read_json(file: Path, required: bool = True) -> dict:
-    if not file.is_file() and not required:
-        return {}
+def read(file: Path) -> bytes:
+    """The content of a file. Raises CheckpointError if there is none, or something else in its place."""
+    check_file(file)
+    return file.read_bytes()
+
+
+def check_file(file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        with file.open("rb") as content:
+            start = content.read(64).lstrip().lower()
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
+    if not start:
+        raise CheckpointError(f"{file} is empty: download it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{file} is only a git-lfs pointer to the file: run git lfs pull, or download it again")
+    if start.startswith((b"<!doctype", b"<html")):
+        raise CheckpointError(f"{file} is a web page in place of the file: download it again")
+
+
+def read_json(file: Path, required: bool = True) -> dict:
+    if not file.is_file() and not required:
+        return {}
+    try:
+        content = json.loads(read(file).decode("utf-8"))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds no JSON object")
     return content
 
 
-def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a snapshot. Shard names come from its index, which may name files of its folder only."""
+def tensor_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a snapshot, and what its index says: tensor -> file. It may name files of its folder only."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file() or not index.is_file():
-        files = [single]
+        files, weight_map = [single], {}
     else:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
-        names = sorted(set(map(str, weight_map.values())))
-        if strange := [name for name in names if name != os.path.basename(name) or name in (".", "..")]:
+        if strange := [name for name in weight_map.values() if not re.fullmatch(r"\w[\w .-]{0,200}", str(name))]:
             raise CheckpointError(f"{index} names {strange[0]!r}, which is not a plain file name")
-        files = [folder / name for name in names]
+        files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}: was the download complete?")
-    return files
+    return files, weight_map
+
+
+def read_headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
+    """Every tensor of a snapshot: tensor -> (file, shape, dtype). Nothing is read but the headers."""
+    stored = {}
+    files, weight_map = tensor_files(folder)
+    for file in files:
+        check_file(file)
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():
+                    if name in stored:
+                        raise CheckpointError(f"{file} holds {name}, and so does {stored[name][0]}")
+                    header = tensors.get_slice(name)
+                    stored[name] = file, header.get_shape(), header.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is not a complete safetensors file ({error}): download it again") from None
+    for name, file in weight_map.items():
+        if name not in stored or stored[name][0].name != file:
+            raise CheckpointError(f"{folder}: according to model.safetensors.index.json {file} holds {name}, but it does not")
+    return stored
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,7 +158,7 @@ class Settings:
 
     def number(self, *names: str, default=None, least=1, kind: type = int):
         value = self.get(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not least <= value < 2 ** 63:
             raise CheckpointError(f"{self.file}: {names[0]} is {value!r}, but must be a number of {least} or more")
         return kind(value)
 
@@ -136,7 +191,9 @@ def ouro_config(s: Settings) -> Config:
     s.only("hidden_act", "silu")
     s.only("use_sliding_window", False)
     s.only("partial_rotary_factor", 1)
-    s.only("layer_types", ["full_attention"] * s.number("num_hidden_layers"))
+    types = s.values.get("layer_types")
+    if types and (not isinstance(types, list) or len(types) != s.number("num_hidden_layers") or any(t != "full_attention" for t in types)):
+        raise CheckpointError(f"{s.file}: layer_types is {types!r}, but only full attention in every layer is supported")
     width, heads = s.number("hidden_size"), s.number("num_attention_heads")
     return Config(
         width=width, heads=heads, kv_heads=s.number("num_key_value_heads", default=heads),
@@ -225,24 +282,15 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     if family not in FAMILIES:
         raise CheckpointError(f"{settings.file}: model_type is {family!r}, but only {', '.join(FAMILIES)} can be loaded")
     model_class, read_config, read_names = FAMILIES[family]
-    config = read_config(settings)
+    config, stored = read_config(settings), read_headers(folder)
     if config.heads % config.kv_heads or config.head_dim % 2 or (config.qk_bias and config.heads != config.kv_heads):
         raise CheckpointError(f"{settings.file}: {config.heads} heads of size {config.head_dim} and {config.kv_heads} "
                               f"key/value heads do not go together")
-    stored = {}                                                              # tensor -> (file, shape, dtype)
-    for file in tensor_files(folder):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():
-                    if name in stored:
-                        raise CheckpointError(f"{file} holds {name}, and so does {stored[name][0]}")
-                    header = tensors.get_slice(name)
-                    stored[name] = file, header.get_shape(), header.get_dtype()
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is not a complete safetensors file ({error})") from None
-    with torch.device("meta"):
+    if (layers := config.prelude + config.core + config.coda) > len(stored):
+        raise CheckpointError(f"{settings.file} asks for {layers} layers, but {folder} has only {len(stored)} tensors")
+    sources = match(config, read_names(config), stored, folder)
+    with torch.device("meta"):                         # nothing is allocated before all that is stored is known to fit
         model = model_class(config)
-    sources = match(model, read_names(config), stored, folder)
     dtype = dtype or STORED[stored[sources["embedding.weight"][0]][2]]
     for ours, names in sources.items():
         parameter = torch.empty(model.get_parameter(ours).shape, dtype=dtype, device=device)
@@ -254,17 +302,18 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     return model.eval()
 
 
-def match(model: LoopedLM, names: dict, stored: dict, folder: Path) -> dict[str, list[str]]:
+def match(config: Config, names: dict, stored: dict, folder: Path) -> dict[str, list[str]]:
     """Which tensors of the files make up each parameter. Raises CheckpointError if anything is left over or amiss."""
-    wanted = {ours: names[ours] for ours, _ in model.named_parameters()}     # a tied head is no parameter of its own
+    absent = [*["head.weight"] * config.tied, *["adapter.bias"] * (not config.adapter_bias)]  # no parameters of their own
+    wanted = {ours: parts for ours, parts in names.items() if ours not in absent and (config.qk_bias or not ours.endswith("qk_bias"))}
     surplus = set(stored) - {name for parts in wanted.values() for name, _ in parts}
-    if "head.weight" not in wanted:
+    if config.tied:
         [(head, shape)] = names["head.weight"]
         surplus.discard(head)                                                # a second copy of the embedding,
         if wanted["embedding.weight"][0][0] not in stored and head in stored:
             wanted["embedding.weight"] = [(head, shape)]                     # or the only one
     expected = {name: shape for parts in wanted.values() for name, shape in parts}
-    if "head.weight" not in wanted and head in stored:
+    if config.tied and head in stored:
         expected[head] = shape
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
@@ -281,7 +330,91 @@ def match(model: LoopedLM, names: dict, stored: dict, folder: Path) -> dict[str,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 5. The tokenizer
+# 5. Chat templates
+#
+# A template is a program, and not ours. jinja2's sandbox keeps it from files and from Python's objects, but not from memory:
+# 'x' * 10 ** 10, or a text doubled forty times, would take all of it. Here everything that a template makes counts
+# against a budget, and what multiplies is priced before it is done, or not to be had.
+
+
+class TemplateGenerator(jinja2.compiler.CodeGenerator):
+    def visit_Concat(self, node, frame):               # the operator ~
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = TemplateGenerator
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    budget = left = 2 ** 25                            # characters and list elements, for one rendering
+    refused = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "encode",          # of texts
+               "batch", "indent", "slice", "urlize", "wordwrap", "xmlattr"}  # filters
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        filters = self.filters | {"join": self.join, "replace": self.replace, "tojson": self.tojson}
+        self.filters = {name: self.counted(function) for name, function in filters.items() if name not in self.refused}
+        self.globals = {"range": jinja2.sandbox.safe_range, "namespace": jinja2.utils.Namespace, "dict": dict,
+                        "raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form[:100])}
+
+    def charge(self, price: int) -> None:
+        self.left -= price
+        if self.left < 0:
+            refuse("it makes more text than any conversation needs")
+
+    def spend(self, value):
+        """Charge for a result."""
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        self.charge(len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
+        return value
+
+    def counted(self, function):
+        return functools.wraps(function)(lambda *args, **options: self.spend(function(*args, **options)))
+
+    def concat(self, pieces) -> str:                   # what jinja2 puts texts together with
+        return "".join(map(self.spend, pieces))
+
+    def call_binop(self, context, operator, left, right):
+        numbers = all(isinstance(x, (int, float)) and abs(x) < 2 ** 63 for x in (left, right))
+        if operator == "**" or operator != "+" and not numbers:
+            refuse(f"it uses {operator}, which can make much of little")
+        return self.spend(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value):
+        return None                                    # format is refused below
+
+    def is_safe_attribute(self, obj, attr, value):
+        return attr not in self.refused and super().is_safe_attribute(obj, attr, value)
+
+    def call(self, context, function, *args, **options):
+        text, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(text, str) and name in ("join", "replace"):
+            return self.join(*args, text) if name == "join" else self.replace(text, *args)
+        return self.spend(super().call(context, function, *args, **options))
+
+    def join(self, parts, separator: str = "") -> str:
+        return self.concat([part for text in parts for part in (separator, str(text))][1:])
+
+    def replace(self, text: str, old: str, new: str, count: int = -1) -> str:
+        text = str(text)
+        self.charge(text.count(old) * len(new))
+        return self.spend(text.replace(old, new, count))
+
+    def tojson(self, value, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False, separators=None) -> str:
+        if indent not in (None, *range(17)):
+            refuse(f"it indents by {indent}")
+        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys, separators=separators)
+
+
+def refuse(message: str):
+    raise jinja2.TemplateError(message)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. The tokenizer
 
 
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]                # reserved by Unicode: no text has them
@@ -292,8 +425,7 @@ class ChatTokenizer:
 
     def __init__(self, folder: Path):
         file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
+        check_file(file)
         try:
             self.tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:                                           # the library raises nothing more special
@@ -323,7 +455,7 @@ class ChatTokenizer:
     def read_template(self, folder: Path, settings: dict) -> jinja2.Template | None:
         file, source = folder / "chat_template.jinja", settings.get("chat_template")
         if file.is_file():
-            source = file.read_bytes().decode("utf-8", errors="replace")
+            source = read(file).decode("utf-8", errors="replace")
         elif isinstance(source, list):                                       # [{"name": ..., "template": ...}, ...]
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
@@ -331,23 +463,20 @@ class ChatTokenizer:
             return None
         if not isinstance(source, str):
             raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
-        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda f: datetime.datetime.now().strftime(f)}
         try:
-            return environment.from_string(source)
-        except jinja2.TemplateError as error:
+            return TemplateEnvironment().from_string(source)
+        except Exception as error:                                           # Python's compiler has its say, too
             raise CheckpointError(f"the chat template of {folder} is not valid: {error}") from None
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         if self.template is None:
             raise ValueError("this snapshot has no chat template: use plain text")
+        self.template.environment.left = TemplateEnvironment.budget
         try:
             return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
                                         documents=None, **self.names)
         except Exception as error:                                           # a template is a program, and not ours
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from None
 
     def encode(self, text: str | list[dict], chat: bool = False) -> list[int]:
         """Token ids of a text, or of a conversation that asks for an answer.
@@ -355,6 +484,8 @@ class ChatTokenizer:
         chat: text is one user message, or a list of {"role": ..., "content": ...}. The template writes its special
         tokens; the same words inside a message are only words.
         """
+        if not isinstance(text, str) and not chat:
+            raise ValueError(f"the prompt must be a text, not {type(text).__name__}")
         if re.search("[\ud800-\udfff]", str(text)):
             raise ValueError("the text holds half a character (a lone surrogate): it was not valid Unicode where it came from")
         if not chat:
@@ -371,7 +502,7 @@ class ChatTokenizer:
         return [id for piece in pieces for id in self.tokenizer.encode(piece, add_special_tokens=False).ids]
 
     def split_special(self, text: str, mark: str) -> str:
-        for word in self.special:
+        for word in filter(None, self.special):
             text = text.replace(word, word[0] + mark + word[1:])
         return text
 
@@ -421,12 +552,16 @@ class Stream:
         return piece
 
 
-def refuse(message: str):
-    raise jinja2.TemplateError(message)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# 6. Both
+# 7. Both
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError if there is no such device."""
+    try:
+        torch.empty(0, device=device).tolist()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"{device!r} is no device of this machine ({one_line(error)})") from None
 
 
 def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None, *, seed: int = 0,
@@ -439,19 +574,24 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     """
     if dtype not in (None, *STORED.values(), torch.float64):
         raise ValueError(f"dtype must be None or a torch float dtype of 16, 32 or 64 bits, not {dtype!r}")
-    if not 0 <= seed < 2 ** 63:
-        raise ValueError(f"seed must be from 0 to 2 ** 63 - 1, not {seed}")
+    if not isinstance(seed, int) or not 0 <= seed < 2 ** 63:
+        raise ValueError(f"seed must be an integer from 0 to 2 ** 63 - 1, not {seed!r}")
     if init_state not in ("noise", "zeros"):
         raise ValueError(f"init_state must be 'noise' or 'zeros', not {init_state!r}")
+    check_device(device)
     folder = find_snapshot(path)
     settings = Settings(folder / "config.json", read_json(folder / "config.json"))
     tokenizer = ChatTokenizer(folder)
     model = load_model(folder, settings, device, dtype)
     if model.embedding.weight.dtype == torch.float16:
         warnings.warn("looped models overflow in float16; load with dtype=torch.bfloat16 or torch.float32", stacklevel=2)
-    if (largest := max(tokenizer.tokenizer.get_vocab().values())) >= model.vocab:
+    if not (vocabulary := tokenizer.tokenizer.get_vocab()):
+        raise CheckpointError(f"{folder}: tokenizer.json has no tokens")
+    if (largest := max(vocabulary.values())) >= model.vocab:
         raise CheckpointError(f"{folder}: tokenizer.json has a token {largest}, but the model knows only {model.vocab}")
     if isinstance(model, Huginn):
+        if (size := 8 * model.config.context * model.config.width) > available_memory(torch.device("cpu")):
+            raise CheckpointError(f"{settings.file} asks for {model.config.context} positions, whose initial states take {size / 2 ** 30:.1f} GiB")
         table = model.draw_states(seed) if init_state == "noise" else torch.zeros(model.config.context, model.config.width)
         model.state_table = table.to(model.embedding.weight)
     return model, tokenizer
