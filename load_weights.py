@@ -49,7 +49,9 @@ class CheckpointError(ValueError):
 
 def find_snapshot(path: str | Path) -> Path:
     """A folder as it is, or the snapshot that refs/main names of a hub id in the local Hugging Face cache."""
-    if Path(path).is_dir():
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be a folder or a hub id, not {path!r}")
+    if os.path.isdir(path):
         return Path(path)
     name = str(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -523,7 +525,7 @@ class ChatTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens, special ones included. Ids that no token has are left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode([id for id in ids if 0 <= id < 2 ** 32], skip_special_tokens=False)
 
     def stream(self) -> "Stream":
         return Stream(self)

@@ -489,7 +489,7 @@ class Wavefront:
               f"pad_rows must be an integer, at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
         check(isinstance(self.eos_ids, Collection) and all(isinstance(token, int) for token in self.eos_ids),
               f"eos_ids must be a set or list of token ids, not {self.eos_ids!r}")
-        check(isinstance(self.sampling, (Sampling, type(None))), f"sampling must be a Sampling or None, not {self.sampling!r}")
+        check(self.sampling is None or hasattr(self.sampling, "scores"), f"sampling must be a Sampling or None, not {self.sampling!r}")
         check(share is None or (isinstance(share, KVShare) and type(share.slots) is type(share.window) is int
                                 and 1 <= share.slots <= self.depth and share.window >= 1),
               f"kv_share must be a KVShare with 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
