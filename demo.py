@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -28,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)       # while torch is being imported, Ctrl-C ends this without a word
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")      # torch says so, but nothing here needs it
 # On AMD processors MKL multiplies small float32 batches almost twice as fast when this is set, to its own default.
 os.environ.setdefault("MKL_CBWR", "AUTO")
@@ -531,7 +534,8 @@ SHAPES = {
     "ouro-2.6b": (Ouro, Config(width=2048, heads=16, kv_heads=16, head_dim=128, ffn=5632, vocab=49152, core=48, recurrences=4,
                                context=65536, rope_theta=1e6, norm_eps=1e-6, tied=False)),
     "huginn-3.5b": (Huginn, Config(width=5280, heads=55, kv_heads=55, head_dim=96, ffn=17920, vocab=65536, core=4, recurrences=32,
-                                   context=4096, rope_theta=5e4, norm_eps=1e-6, tied=True, prelude=2, coda=2, qk_bias=True))}
+                                   context=4096, rope_theta=5e4, norm_eps=1e-6, tied=True, prelude=2, coda=2, qk_bias=True,
+                                   init_std=(2 / (5 * 5280)) ** 0.5))}
 
 
 def random_model(shape: str, device: str, layers: int) -> LoopedLM:
@@ -820,8 +824,9 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
 
 
 def main() -> int:
-    options = parse_arguments()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        options = parse_arguments()
         if "spec_bench" in options:
             return spec_bench(options)
         return generate(options) if "bench" not in options else bench(options) if options.bench == "loaded" else bench_shape(options)

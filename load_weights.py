@@ -94,6 +94,7 @@ def read_json(file: Path, required: bool = True) -> dict:
         return {}
     try:
         content = json.loads(read(file).decode("utf-8"))
+        json.dumps(content, ensure_ascii=False).encode("utf-8")              # which half characters, written as \ud800, are not
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -304,10 +305,15 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     return model.eval()
 
 
+def parameters(config: Config, names: dict) -> dict:
+    """Those of the names that this model has as parameters of its own."""
+    absent = [name for name, there in (("head.weight", not config.tied), ("adapter.bias", config.adapter_bias)) if not there]
+    return {ours: parts for ours, parts in names.items() if ours not in absent and (config.qk_bias or not ours.endswith("qk_bias"))}
+
+
 def match(config: Config, names: dict, stored: dict, folder: Path) -> dict[str, list[str]]:
     """Which tensors of the files make up each parameter. Raises CheckpointError if anything is left over or amiss."""
-    absent = [*["head.weight"] * config.tied, *["adapter.bias"] * (not config.adapter_bias)]  # no parameters of their own
-    wanted = {ours: parts for ours, parts in names.items() if ours not in absent and (config.qk_bias or not ours.endswith("qk_bias"))}
+    wanted = parameters(config, names)
     surplus = set(stored) - {name for parts in wanted.values() for name, _ in parts}
     if config.tied:
         [(head, shape)] = names["head.weight"]
@@ -351,7 +357,7 @@ class TemplateGenerator(jinja2.compiler.CodeGenerator):
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = TemplateGenerator
     intercepted_binops = frozenset(("+", "*", "**", "%"))
-    budget = left = 2 ** 25                            # characters and list elements, for one rendering
+    budget = left = 2 ** 25                            # characters, 16 more for every text and list element; for one rendering
     refused = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "encode",          # of texts
                "batch", "indent", "slice", "urlize", "wordwrap", "xmlattr"}  # filters
 
@@ -370,7 +376,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def spend(self, value):
         """Charge for a result."""
         parts = value if isinstance(value, (list, tuple)) else [value]
-        self.charge(len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
+        self.charge(16 * len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
         return value
 
     def counted(self, function):
@@ -475,8 +481,10 @@ class ChatTokenizer:
             raise ValueError("this snapshot has no chat template: use plain text")
         self.template.environment.left = TemplateEnvironment.budget
         try:
-            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
+            text = self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
                                         documents=None, **self.names)
+            text.encode("utf-8")
+            return text
         except Exception as error:                                           # a template is a program, and not ours
             raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from None
 

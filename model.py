@@ -246,6 +246,8 @@ class Huginn(LoopedLM):
     def draw_states(self, seed: int) -> Tensor:
         """A table of initial states [context, d]: normal, cut at three sigma, float32, the same on every machine."""
         table, sigma = torch.empty(self.config.context, self.config.width), self.config.init_std
+        if sigma == 0:
+            return table.zero_()
         nn.init.trunc_normal_(table, std=sigma, a=-3 * sigma, b=3 * sigma, generator=torch.Generator().manual_seed(seed))
         return table * self.config.width ** 0.5
 

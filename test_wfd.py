@@ -9,8 +9,10 @@ input; snapshots in every published form; the demo.
 import ast
 import copy
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -178,6 +180,9 @@ def test_noise_is_a_truncated_normal_of_the_published_spread_and_the_same_in_eve
     assert table.shape == (256, 64) and abs(table.std() - 0.6242) < 0.01 and table.abs().max() <= 1.8974
     assert torch.equal(load(GOLDEN / "huginn-a", dtype=torch.bfloat16)[0].state_table, table.bfloat16())
     assert not torch.equal(load(GOLDEN / "huginn-a", seed=1)[0].state_table, table)
+    model = random_model("huginn", random.Random(0))
+    model.config.init_std = 0.0
+    assert not model.draw_states(0).any()
 
 
 def test_fewer_recurrences_are_the_first_ones():
@@ -960,6 +965,97 @@ def test_files_that_cannot_be_used(tmp_path):
             load(folder)
 
 
+@pytest.mark.parametrize("file", ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+                                  "model-00002-of-00003.safetensors", "model.safetensors.index.json"))
+def test_other_things_in_the_place_of_a_file(tmp_path, file):
+    folder = snapshot(tmp_path / "s", "ouro-a", shards=3)
+    for content, words in ((b"", "is empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+                           (b"\n<!DOCTYPE html><html>", "is a web page"), (b"<html>", "is a web page")):
+        (folder / file).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{file} .*{words}"):
+            load(folder)
+
+
+def test_an_index_that_is_wrong(tmp_path):
+    folder = snapshot(tmp_path / "s", "ouro-a", shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    one, two = sorted(set(index.values()))
+    for changes, words in (({"foo.bar": one}, "00001-of-00002.safetensors holds foo.bar, but it does not"),
+                           ({name: two for name, file in index.items() if file == one}, "but it does not"),
+                           ({"model.norm.weight": "/etc/passwd"}, "plain file name"), ({"model.norm.weight": ".."}, "plain file name"),
+                           ({"model.norm.weight": [1]}, "plain file name"), ({"model.norm.weight": "a" * 5000}, "plain file name"),
+                           ({"model.norm.weight": "c", "lm_head.weight": "b"}, "lacks b, c: was")):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index | changes}))
+        with pytest.raises(CheckpointError, match=words):
+            load(folder)
+
+
+@pytest.mark.parametrize("name, config, words", [
+    ("ouro-a", {"num_hidden_layers": 10 ** 12, "layer_types": ...}, "asks for 1000000000000 layers, but .* has only"),
+    ("ouro-a", {"hidden_size": 2 ** 40}, "has the shape"), ("ouro-a", {"vocab_size": 2 ** 50}, "has the shape"),
+    ("ouro-a", {"rope_theta": 10 ** 400}, "rope_theta is 1000"), ("ouro-a", {"max_position_embeddings": 2 ** 63}, "max_position"),
+    ("ouro-a", {"layer_types": 7}, "layer_types is 7"), ("ouro-a", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("ouro-a", {"model_type": "a\n\x1b[31m" + "x" * 10 ** 6}, "model_type is '[^\n\x1b]{0,1100}$"),
+    ("huginn-a", {"block_size": 10 ** 13}, "10000000000000 positions, whose initial states take .* GiB")])
+def test_absurd_settings_take_neither_memory_nor_time(tmp_path, name, config, words):
+    with pytest.raises(CheckpointError, match=words):
+        load(snapshot(tmp_path / "s", name, config))
+
+
+def test_a_vocabulary_that_the_model_does_not_have(tmp_path):
+    folder = snapshot(tmp_path / "s", "ouro-a", {"vocab_size": 400}, lambda tensors: {
+        key: value[:400] if key in (EMBEDDING["ouro-a"], "lm_head.weight") else value for key, value in tensors.items()})
+    with pytest.raises(CheckpointError, match="tokenizer.json has a token 511, but the model knows only 400"):
+        load(folder)
+
+
+def test_what_load_and_a_tokenizer_refuse():
+    for options, words in (({"path": None}, "path must"), ({"path": "x" * 5000}, "neither a folder"), ({"device": "abacus"}, "no device"),
+                           ({"dtype": "float32"}, "dtype must"), ({"seed": "a"}, "seed must"), ({"init_state": "ones"}, "init_state must")):
+        with pytest.raises(ValueError, match=words):
+            load(**{"path": TINY} | options)
+    _, tokenizer = load(TINY)
+    for text in (None, 5, b"x", ["x"]):
+        with pytest.raises(ValueError, match="prompt must be a text"):
+            tokenizer.encode(text)
+    assert tokenizer.decode([-1, 10 ** 20]) == ""
+
+
+def test_weights_that_are_no_numbers(tmp_path):
+    """They come to light at the first logits, and not as a text of tokens 0."""
+    for name, key in (("ouro-a", "model.norm.weight"), ("huginn-a", "transformer.wte.weight"), ("ouro-a", "lm_head.weight")):
+        for value in (torch.nan, torch.inf):
+            def broken(tensor): return torch.cat((tensor.flatten()[:-1], torch.tensor([value]))).view(tensor.shape)
+            model, _ = load(snapshot(tmp_path / f"{name}{key}{value}", name, tensors=edited(key, broken)))
+            with pytest.raises(ValueError, match="not finite"):
+                autoregressive(model, [511], 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_damaged_snapshots_are_refused_in_a_sentence_or_decode_exactly():
+    done = subprocess.run([sys.executable, "extras/fuzz.py", "--cases", "80", "--seed", "7"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0 and "80 cases: " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_the_fuzzer_sees_faults(monkeypatch, tmp_path):
+    """Errors of other kinds, a setting that changes the text though nobody reads it, much memory."""
+    from extras import fuzz
+    folder = tmp_path / "snapshot"
+    originals = {"ouro": (TINY, fuzz.text_of(TINY))}
+
+    def faults(load):
+        monkeypatch.setattr(fuzz.load_weights, "load", load)
+        return [result for result in (fuzz.run_case(originals, (3, i), False)[1] for i in range(25)) if result.startswith("FAULT")]
+    true_load = fuzz.load_weights.load
+    assert faults(true_load) == []
+    assert "KeyError" in faults(lambda *args, **options: {}["x"])[0] and "names no file" in faults(
+        lambda *args, **options: exec("raise fuzz.load_weights.CheckpointError('something went wrong')", {"fuzz": fuzz}))[0]
+    assert any("can't allocate" in fault for fault in faults(lambda *args, **options: torch.zeros(2 ** 40)))
+    other = lambda path, **options: (random_model("ouro", random.Random(1)), true_load(path, **options)[1])     # noqa: E731
+    assert any("read by nobody" in fault for fault in faults(other)) and not folder.exists()
+
+
 def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("some/model", "no/such/folder"):
@@ -1041,6 +1137,39 @@ def test_chats_are_rendered_by_the_snapshots_own_template(tmp_path):
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="template"):
         load(folder)[1].encode("x", chat=True)
+
+
+@pytest.mark.parametrize("template, words", [
+    ("{{ 'a' * 10000000000 }}", r"uses \*"), ("{{ 2 ** 10000000000 }}", r"uses \*\*"), ("{{ '%9999999999d' % 1 }}", "uses %"),
+    ("{{ [0] * 10000000000 }}", r"uses \*"), ("{{ 'a'.ljust(10000000000) }}", "ljust"), ("{{ '{:9999999999}'.format(1) }}", "format"),
+    ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more text than"),
+    ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "more text than"),
+    ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}", "more text than"),
+    ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x|replace('a', 'aa') %}{% endfor %}", "more text than"),
+    ("{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = f(n.x) %}{% endfor %}",
+     "more text than"), ("{% for i in range(99999) %}{% for j in range(99999) %}{{ i }} and {{ j }}{% endfor %}{% endfor %}", "more text than"),
+    ("{{ messages|tojson(indent=1000000000) }}", "indents by"), ("{{ ('x' ~ 1).join(range(99999)).join(range(99999)) }}", "more text than"),
+    ("{% set n = namespace(x=7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", r"uses \*"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{% include '/etc/passwd' %}", "refuses"),
+    ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined"), ("{{ raise_exception('a\nb') }}", "refuses these messages: a b"),
+    ("{{ ((((" + "(" * 500, "is not valid"), ("{{ 'a'|center(10000000000) }}", "is not valid"), ("{% generation %}", "is not valid")])
+def test_hostile_chat_templates(tmp_path, template, words):
+    folder = snapshot(tmp_path / "s", "ouro-a")
+    (folder / "chat_template.jinja").write_text(template)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=words):
+        load(folder)[1].encode("x", chat=True)
+    assert time.monotonic() - begin < 20
+
+
+def test_what_chat_templates_may_use(tmp_path):
+    folder = snapshot(tmp_path / "s", "ouro-a")
+    (folder / "chat_template.jinja").write_text(
+        "{% macro tag(x) %}[{{ x }}]{% endmacro %}{% set n = namespace(i=1) %}{% for m in messages[0:] if m.role != 'tool' %}{% set n.i = n.i + 2 * 3 %}"
+        "{{ tag(m.role.title() ~ n.i ~ none) }}{{ m['content'] | trim | replace('a', 'b') | upper }}{{ '-'.join(['p', 'q']) + 'r'.replace('r', 's') }}"
+        "{{ ['x', 'y'] | map('upper') | join(',') }}{{ {'k': [1, 'é']} | tojson }}{{ 7 % 4 }}{{ m.content.split(' ')|length }}{% break %}{% endfor %}")
+    _, tokenizer = load(folder)
+    assert tokenizer.decode(tokenizer.encode("a c ", chat=True)) == '[User7None]B Cp-qsX,Y{"k": [1, "é"]}33'
 
 
 def test_special_tokens_typed_by_a_user_are_only_words():
@@ -1207,6 +1336,27 @@ def test_the_demo_ends_when_interrupted(monkeypatch, capsys):
     assert run_demo(monkeypatch) == 130 and "interrupted" in capsys.readouterr().err
 
 
+def test_what_was_printed_before_an_interruption_stays():
+    """Ctrl-C in the middle of the text: it ends with a whole line, and no traceback; and so it does while torch is being imported."""
+    command = [sys.executable, "demo.py", "--max-new-tokens", "15000"]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        seen = b""
+        while demo.PROMPT.encode() not in seen or len(seen) < 400:
+            seen += os.read(run.stdout.fileno(), 1000)
+        run.send_signal(signal.SIGINT)
+        rest, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and err == b"\ninterrupted\n" and (seen + rest).endswith(b"\n")
+    model, tokenizer = load(TINY, dtype=torch.float32)
+    text = (seen + rest).decode().split("\n\n", 1)[1].rstrip("\n")
+    ids = autoregressive(model, tokenizer.encode(demo.PROMPT), len(tokenizer.encode(text))).tokens
+    assert (demo.PROMPT + tokenizer.decode(ids)).startswith(text) and len(text) > len(demo.PROMPT) + 100
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        time.sleep(0.3)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    assert out == err == b"" and run.returncode == -signal.SIGINT            # for a shell: 130
+
+
 def test_the_picture_in_a_terminal(monkeypatch, capsys):
     """Every mark at its place; the text, without the picture, is what stays."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -1305,6 +1455,26 @@ def test_bench_of_a_shape(monkeypatch, capsys):
         assert calls[0] == config.recurrences and calls[0] > calls[1] > calls[2]
     monkeypatch.setattr(demo, "available_memory", lambda device: 2 ** 20)
     assert run_demo(monkeypatch, "--bench", "ouro-1.4b") == 2 and "not even one layer" in capsys.readouterr().err
+
+
+def test_a_snapshot_of_official_size_but_small(monkeypatch, capsys, tmp_path):
+    from extras import official_size
+    monkeypatch.setattr(official_size, "SHARD", 40000)
+    for shape in ("ouro-1.4b", "huginn-3.5b"):
+        model_class, config = demo.SHAPES[shape]
+        small = Config(**vars(config) | {"width": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocab": 2048, "recurrences": 5})
+        monkeypatch.setitem(demo.SHAPES, shape, (model_class, small))
+        official_size.write_official_size(shape, tmp_path / shape)
+        assert len(list((tmp_path / shape).glob("*.safetensors"))) > 2
+        official_size.measure(tmp_path / shape, 6)
+        out = capsys.readouterr().out
+        assert "loaded in" in out and "plain: 6 tokens" in out and "25 block calls of 1.0 rows" in out and "wavefront: 6 tokens" in out
+
+
+def test_the_list_of_mutants_fits_wfd():
+    from extras.mutants import MUTANTS
+    source = (HERE / "wfd.py").read_text(encoding="utf-8")
+    assert len(MUTANTS) >= 30 and all(source.count(old) == 1 and old != new for _, old, new in MUTANTS)
 
 
 def snippets() -> list[str]:

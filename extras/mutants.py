@@ -1,4 +1,4 @@
-"""Break wfd.py in many small ways, one at a time, and list the tests that notice.
+"""Break wfd.py in many small ways, one at a time, and list the first test that notices each.
 
     python extras/mutants.py                 all of them, about half an hour on two cores
     python extras/mutants.py --only window   those whose description has this word
@@ -82,13 +82,13 @@ MUTANTS = [  # (what is broken, a piece of wfd.py, what takes its place)
 
 
 def noticed_by(source: str, old: str, new: str) -> list[str]:
-    """The first tests that fail with this mutant, three at most."""
+    """The first test that fails with this mutant."""
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "project"
         shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
         (copy / "wfd.py").write_text(source.replace(old, new), encoding="utf-8")
         try:
-            done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider"], cwd=copy, capture_output=True,
+            done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"], cwd=copy, capture_output=True,
                                   text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"})
         except subprocess.TimeoutExpired:
             return ["(it does not end)"]

@@ -195,10 +195,10 @@ def write_json(path: pathlib.Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def write_snapshot(model: LoopedLM, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json."""
-    c, id_of = model.config, tokenizer.token_to_id
-    if isinstance(model, Ouro):
+def write_settings(model_class: type[LoopedLM], c: Config, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+    """config.json, generation_config.json, tokenizer.json, tokenizer_config.json."""
+    id_of = tokenizer.token_to_id
+    if model_class is Ouro:
         special, chat, roles = OURO_SPECIAL, OURO_CHAT, dict.fromkeys(("bos", "eos", "pad", "unk"), 0)
         config = {
             "architectures": ["OuroForCausalLM"], "model_type": "ouro", "bos_token_id": 0, "eos_token_id": 0,
@@ -228,7 +228,6 @@ def write_snapshot(model: LoopedLM, tokenizer: Tokenizer, folder: pathlib.Path) 
         **{f"{role}_token": special[i] for role, i in roles.items()}, "chat_template": chat,
         "clean_up_tokenization_spaces": False, "model_max_length": c.context, "tokenizer_class": "PreTrainedTokenizerFast"})
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_tensors({name: t.to(torch.bfloat16) for name, t in published_tensors(model).items()}, folder / "model.safetensors")
 
 
 def main() -> None:
@@ -252,7 +251,8 @@ def main() -> None:
     folder = pathlib.Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "held_out.txt").write_text(held_out, encoding="utf-8")
-    write_snapshot(model, tokenizer, folder)
+    write_settings(type(model), model.config, tokenizer, folder)
+    save_tensors({name: t.to(torch.bfloat16) for name, t in published_tensors(model).items()}, folder / "model.safetensors")
 
 
 if __name__ == "__main__":
