@@ -246,7 +246,10 @@ def difference(decode, plain, prompt: list[int], new: int, ours: list[int], refe
     if ours == reference:
         return None
     token = next((i for i, (one, other) in enumerate(zip(ours, reference)) if one != other), min(len(ours), len(reference)))
-    position = len(prompt) + token
+    position, read = len(prompt) + token, []           # read: the logits of that position, here
+
+    def keep(wave: Wave) -> None:
+        read.extend(row.logits for row in wave.rows if row.position + 1 == position and row.logits is not None and row.event != "dropped")
 
     def gap(scores: torch.Tensor) -> float:
         best, second = scores.topk(2).values.tolist()
@@ -256,21 +259,16 @@ def difference(decode, plain, prompt: list[int], new: int, ours: list[int], refe
         dictated = Dictated(prompt + reference[:token] + [0], sampling)
         plain(prompt, token + 1, pad_rows=pad_rows, sampling=dictated, **common)
         return dictated.last
-    read = {}                                          # position -> logits, here
-
-    def keep(wave: Wave) -> None:
-        read.update((row.position + 1, row.logits) for row in wave.rows if row.event != "dropped" and row.position + 1 == position
-                    and row.logits is not None)
-    decode(prompt, new, sampling=sampling, on_call=keep, **common)           # the last to be read at a position is the committed one
-    here = read.get(position, plain_scores(None))
+    decode(prompt, new, sampling=sampling, on_call=keep, **common)
     passes, rounding = [plain_scores(None)], 0.0
+    here = passes[0] if not read else sampling.scores(read[-1][None], [position])[0] if sampling else read[-1]     # the last was at depth T
     for number in range(1, rows + 1):
         passes.append(plain_scores(number))
         apart = [(passes[-1] - other).nan_to_num(nan=0.0).abs().max().item() for other in passes]           # -inf: both filtered out
         rounding = max(rounding, *apart)
         if gap(passes[0]) <= 2 * rounding:
             break
-    return Difference(token + 1, gap(passes[0]), gap(sampling.scores(here[None], [position])[0] if sampling else here), rounding)
+    return Difference(token + 1, gap(passes[0]), gap(here), rounding)
 
 
 def report_identity(differences: list[Difference], options: argparse.Namespace) -> int:

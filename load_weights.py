@@ -295,6 +295,9 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     with torch.device("meta"):                         # nothing is allocated before all that is stored is known to fit
         model = model_class(config)
     dtype = dtype or STORED[stored[sources["embedding.weight"][0]][2]]
+    size, free = dtype.itemsize * sum(p.numel() for p in model.parameters()), available_memory(torch.device(device))
+    if size > free:
+        raise CheckpointError(f"the weights of {folder} take {size / 2 ** 30:.1f} GiB in {dtype}, but {device} has {free / 2 ** 30:.1f} GiB free")
     for ours, names in sources.items():
         parameter = torch.empty(model.get_parameter(ours).shape, dtype=dtype, device=device)
         parts = [math.prod(stored[name][1]) for name in names]

@@ -1002,6 +1002,14 @@ def test_absurd_settings_take_neither_memory_nor_time(tmp_path, name, config, wo
         load(snapshot(tmp_path / "s", name, config))
 
 
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(monkeypatch):
+    size = sum(p.nbytes for p in load(TINY)[0].parameters())
+    monkeypatch.setattr("load_weights.available_memory", lambda device: size)
+    load(TINY)
+    with pytest.raises(CheckpointError, match=r"take 0.0 GiB in torch.float32, but cpu has 0.0 GiB free"):
+        load(TINY, dtype=torch.float32)
+
+
 def test_a_vocabulary_that_the_model_does_not_have(tmp_path):
     folder = snapshot(tmp_path / "s", "ouro-a", {"vocab_size": 400}, lambda tensors: {
         key: value[:400] if key in (EMBEDDING["ouro-a"], "lm_head.weight") else value for key, value in tensors.items()})
