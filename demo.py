@@ -201,8 +201,7 @@ def generate(options: argparse.Namespace) -> int:
     if "trace" in options:
         options.trace.write_text(trace_svg(view.waves, ours.tokens, tokenizer, len(prompt), model.recurrences), encoding="utf-8")
         print(f"picture: {options.trace}")
-    part = difference(partial(wavefront, model, **schedule), partial(autoregressive, model), prompt, new, ours.tokens, reference,
-                      rows=schedule.get("max_rows", 32), **common)
+    part = difference(partial(wavefront, model, **schedule), partial(autoregressive, model), prompt, new, ours.tokens, reference, **common)
     if part:
         i = part.token - 1
         print(f"first difference: {tokenizer.decode(reference[i:i + 1])!r} in plain decoding, {tokenizer.decode(ours.tokens[i:i + 1])!r} here; {part}")
@@ -236,12 +235,12 @@ class Dictated:
         return torch.nn.functional.one_hot(torch.tensor([self.text[p] for p in positions], device=logits.device), logits.shape[-1]).float().log()
 
 
-def difference(decode, plain, prompt: list[int], new: int, ours: list[int], reference: list[int], sampling: Sampling | None = None,
-               rows: int = 32, **common) -> Difference | None:
+def difference(decode: partial, plain: partial, prompt: list[int], new: int, ours: list[int], reference: list[int],
+               sampling: Sampling | None = None, **common) -> Difference | None:
     """The first difference between what decode(prompt, new, ...) and plain(prompt, new, ...) have returned, if there is one.
 
-    Rounding is the largest difference among plain passes over the same text, as they are and in bitwise mode with 1 to `rows`
-    rows. The search for it ends when it is enough.
+    Rounding is the largest difference among plain passes over the same text, as they are and in bitwise mode with 1 to
+    max_rows rows. The search for it ends when it is enough.
     """
     if ours == reference:
         return None
@@ -262,7 +261,7 @@ def difference(decode, plain, prompt: list[int], new: int, ours: list[int], refe
     decode(prompt, new, sampling=sampling, on_call=keep, **common)
     passes, rounding = [plain_scores(None)], 0.0
     here = passes[0] if not read else sampling.scores(read[-1][None], [position])[0] if sampling else read[-1]     # the last was at depth T
-    for number in range(1, rows + 1):
+    for number in range(1, decode.keywords.get("max_rows", 32) + 1):
         passes.append(plain_scores(number))
         apart = [(passes[-1] - other).nan_to_num(nan=0.0).abs().max().item() for other in passes]           # -inf: both filtered out
         rounding = max(rounding, *apart)
