@@ -15,6 +15,7 @@ import codecs
 import hashlib
 import html
 import json
+import math
 import os
 import platform
 import shutil
@@ -25,6 +26,7 @@ import time
 import unicodedata
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -213,25 +215,27 @@ class Difference(NamedTuple):
     token: int                 # the first that differs: 1, 2, ...
     gap: float                 # between the two best scores for it, in plain decoding
     gap_here: float            # and here
-    rounding: float            # of these scores: by how much plain decoding differs with the number of rows in its calls
+    apart: float               # in plain decoding, the score of its own token less that of the token here
+    rounding: float            # by how much plain decoding's scores differ with the number of rows in its calls
 
     @property
     def near_tie(self) -> bool:
-        return self.gap <= 2 * self.rounding
+        return self.apart <= 2 * self.rounding
 
     def __str__(self) -> str:
-        return (f"token {self.token}, where the two best scores are {self.gap:.3g} apart in plain decoding, {self.gap_here:.3g} here, and "
-                + (f"rounding alone makes {self.rounding:.3g}" if self.near_tie else f"rounding makes no more than {self.rounding:.3g}"))
+        return (f"token {self.token}, where the two best scores are {self.gap:.3g} apart in plain decoding, {self.gap_here:.3g} here; the two "
+                f"tokens are {self.apart:.3g} apart, and rounding alone makes " + ("" if self.near_tie else "no more than ")
+                + f"{self.rounding:.3g}")
 
 
 class Dictated:
-    """In place of a Sampling: a given text. Keeps the last scores that it overruled."""
+    """In place of a Sampling: a given text. Keeps the last logits that it overruled."""
 
-    def __init__(self, text: list[int], sampling: Sampling | None):
-        self.text, self.sampling = text, sampling
+    def __init__(self, text: list[int]):
+        self.text = text
 
     def scores(self, logits: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        self.last = (self.sampling.scores(logits, positions) if self.sampling else logits)[-1]
+        self.last = logits[-1]
         return torch.nn.functional.one_hot(torch.tensor([self.text[p] for p in positions], device=logits.device), logits.shape[-1]).float().log()
 
 
@@ -239,35 +243,46 @@ def difference(decode: partial, plain: partial, prompt: list[int], new: int, our
                sampling: Sampling | None = None, **common) -> Difference | None:
     """The first difference between what decode(prompt, new, ...) and plain(prompt, new, ...) have returned, if there is one.
 
-    Rounding is the largest difference among plain passes over the same text, as they are and in bitwise mode with 1 to
-    max_rows rows. The search for it ends when it is enough.
+    It is a near tie if plain decoding's scores for the two tokens are within twice its rounding: the largest difference among plain passes
+    over the same text, as they are and in bitwise mode with 1 to max_rows rows. The search for that ends when it is enough. In sampling,
+    scores are those with the noise; where one of the tokens is in some passes within top_k or top_p and in others not, that is a tie too.
     """
     if ours == reference:
         return None
     token = next((i for i, (one, other) in enumerate(zip(ours, reference)) if one != other), min(len(ours), len(reference)))
-    position, read = len(prompt) + token, []           # read: the logits of that position, here
+    position, tokens = len(prompt) + token, [*reference[token:token + 1], *ours[token:token + 1]]
+    read = []                                          # the logits for that position, here; the last were read at depth T
 
     def keep(wave: Wave) -> None:
         read.extend(row.logits for row in wave.rows if row.position + 1 == position and row.logits is not None and row.event != "dropped")
+
+    def plain_logits(pad_rows: int | None) -> torch.Tensor:
+        dictated = Dictated(prompt + reference[:token] + [0])
+        plain(prompt, token + 1, pad_rows=pad_rows, sampling=dictated, **common)
+        return dictated.last
+
+    def noisy(logits: torch.Tensor) -> torch.Tensor:   # without top_k and top_p
+        return replace(sampling, top_k=0, top_p=1.0).scores(logits[None], [position])[0] if sampling else logits
 
     def gap(scores: torch.Tensor) -> float:
         best, second = scores.topk(2).values.tolist()
         return best - second
 
-    def plain_scores(pad_rows: int | None) -> torch.Tensor:
-        dictated = Dictated(prompt + reference[:token] + [0], sampling)
-        plain(prompt, token + 1, pad_rows=pad_rows, sampling=dictated, **common)
-        return dictated.last
+    def kept(logits: torch.Tensor) -> list[bool]:
+        return sampling.scores(logits[None], [position])[0, tokens].isfinite().tolist() if sampling else []
     decode(prompt, new, sampling=sampling, on_call=keep, **common)
-    passes, rounding = [plain_scores(None)], 0.0
-    here = passes[0] if not read else sampling.scores(read[-1][None], [position])[0] if sampling else read[-1]     # the last was at depth T
+    passes, rounding = [plain_logits(None)], 0.0
+    scores = noisy(passes[0])
+    apart = (scores[tokens[0]] - scores[tokens[1]]).item() if len(tokens) == 2 else math.inf
     for number in range(1, decode.keywords.get("max_rows", 32) + 1):
-        passes.append(plain_scores(number))
-        apart = [(passes[-1] - other).nan_to_num(nan=0.0).abs().max().item() for other in passes]           # -inf: both filtered out
-        rounding = max(rounding, *apart)
-        if gap(passes[0]) <= 2 * rounding:
+        passes.append(plain_logits(number))
+        rounding = max(rounding, *((noisy(passes[-1]) - noisy(other)).abs().max().item() for other in passes))
+        if kept(passes[-1]) != kept(passes[0]):
+            apart = 0.0
+        if apart <= 2 * rounding:
             break
-    return Difference(token + 1, gap(passes[0]), gap(here), rounding)
+    here = noisy(read[-1]) if read else scores
+    return Difference(token + 1, gap(scores), gap(here), apart, rounding)
 
 
 def report_identity(differences: list[Difference], options: argparse.Namespace) -> int:
@@ -492,6 +507,8 @@ def show_progress(text: str) -> None:
 
 def bench(options: argparse.Namespace, new: int = 200, length: int = 48) -> int:
     model, tokenizer = load_model(options)
+    if model.context < length + 60:
+        raise ValueError(f"the model has room for {model.context} tokens, but --bench takes prompts of {length} and goes on from them")
     number = 20 if model.recurrences <= 8 else 6
     prompts = held_out_prompts(tokenizer, number, length)
     show_progress("looking for the baselines' best settings")
@@ -684,10 +701,10 @@ def read_questions(file: Path, limit: int | None) -> list[tuple[str, dict]]:
                 question = json.loads(line)
                 [category] = [name for name, parts in CATEGORIES.items() if question["category"] in parts]
                 if not (type(question["question_id"]) is int and type(question["turns"]) is list and question["turns"]
-                        and all(type(turn) is str for turn in question["turns"])):
+                        and all(type(turn) is str and isinstance(turn.encode(), bytes) for turn in question["turns"])):
                     raise ValueError
                 found[category].append({"id": question["question_id"], "turns": question["turns"]})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"line {number} of {file} is no question of Spec-Bench") from None
     if not any(found.values()):
         raise ValueError(f"{file} has no questions")
@@ -695,29 +712,43 @@ def read_questions(file: Path, limit: int | None) -> list[tuple[str, dict]]:
     return [(category, question) for _, category, question in sorted(kept, key=lambda entry: entry[0])]
 
 
-def answer(method: Method, plain: Method, references: list[dict], model: LoopedLM, tokenizer, turns: list[str], new: int) -> list[dict]:
+def answer(method: Method, model: LoopedLM, tokenizer, turns: list[str], new: int) -> list[dict]:
     """One method's answers to a question, a record for each turn. Its own answers are the history of later turns. A turn
-    whose prompt does not fit into the context, and those after it, are left out. The first difference from the reference's
-    answers is recorded as well."""
+    whose prompt does not fit into the context, and those after it, are left out."""
     talk, records = [], []
-    for i, turn in enumerate(turns):
+    for turn in turns:
         talk.append({"role": "user", "content": turn})
         prompt = tokenizer.encode(talk, chat=True)
         if len(prompt) >= model.context:
             break
         result, seconds = timed(method.decode, prompt, new, eos_ids=tokenizer.eos_ids)
-        talk.append({"role": "assistant", "content": tokenizer.decode([t for t in result.tokens if t not in tokenizer.eos_ids])})
+        talk.append(said(tokenizer, result.tokens))
         records.append({"tokens": result.tokens, "seconds": round(seconds, 6), "calls": result.calls,
                         "accepted": result.stats["accepted"], "rejected": result.stats["rejected"]})
-        if references[i:] and not any("difference" in record for record in records) and (part := difference(
-                method.decode, plain.decode, prompt, new, result.tokens, references[i]["tokens"], eos_ids=tokenizer.eos_ids)):
-            records[-1]["difference"] = part
     return records
+
+
+def said(tokenizer, tokens: list[int]) -> dict[str, str]:
+    return {"role": "assistant", "content": tokenizer.decode([t for t in tokens if t not in tokenizer.eos_ids])}
+
+
+def explain(record: dict, reference: dict, method: Method, plain: Method, tokenizer, turns: list[str], new: int) -> bool:
+    """Note in a record where its tokens first differ from the reference's, and how. True if that was not noted yet."""
+    talk = []
+    for turn, ours, theirs in zip(turns, record["turns"], reference["turns"]):
+        talk.append({"role": "user", "content": turn})
+        if ours["tokens"] != theirs["tokens"]:
+            if "difference" in ours:
+                return False
+            ours["difference"] = difference(method.decode, plain.decode, tokenizer.encode(talk, chat=True), new, ours["tokens"],
+                                            theirs["tokens"], eos_ids=tokenizer.eos_ids)
+            return True
+        talk.append(said(tokenizer, ours["tokens"]))
+    return False
 
 
 def spec_bench(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys(map(str.strip, options.methods.split(",")))) if "methods" in options else list(SPEC_BENCH_METHODS)
-    names.sort(key=lambda name: not name.startswith("plain"))                # what others are compared with comes first
     if unknown := [name for name in names if name not in METHODS]:
         raise ValueError(f"--methods does not know {', '.join(unknown)}: there are {', '.join(METHODS)}")
     questions = read_questions(options.spec_bench, getattr(options, "limit", None))
@@ -738,17 +769,25 @@ def spec_bench(options: argparse.Namespace) -> int:
         compared[name].decode(tokenizer.encode("Hello", chat=True), min(new, 8))
     begin = time.perf_counter()
     with file.open("a", encoding="utf-8") as results:
-        for i, (category, question, name) in enumerate(todo):
-            plain = compared[name].reference
-            references = done.get((question["id"], plain), {"turns": []})["turns"]
-            record = {"id": question["id"], "category": category, "method": name,
-                      "turns": answer(compared[name], compared[plain], references, model, tokenizer, question["turns"], new)}
-            done[question["id"], name] = record
+        def keep(record: dict) -> None:
+            done[record["id"], record["method"]] = record
             results.write(json.dumps(record) + "\n")
             results.flush()
+        for i, (category, question, name) in enumerate(todo):
+            record = {"id": question["id"], "category": category, "method": name,
+                      "turns": answer(compared[name], model, tokenizer, question["turns"], new)}
+            keep(record)
             left = (time.perf_counter() - begin) / (i + 1) * (len(todo) - i - 1)
             print(f"{i + 1} of {len(todo)}: {category}, question {question['id']}, {compared[name].label}; about "
                   + (f"{left / 60:.0f} min left" if left > 120 else f"{left:.0f} s left"), flush=True)
+        for category, question in questions:
+            for name in names:
+                plain = compared[name].reference
+                pair = [done.get((question["id"], method)) for method in (name, plain)]
+                if all(pair) and explain(*pair, compared[name], compared[plain], tokenizer, question["turns"], new):
+                    show_progress(f"question {question['id']}, {compared[name].label} differs: by how much?")
+                    keep(pair[0])
+    show_progress("")
     wanted = {question["id"] for _, question in questions}
     return spec_bench_table({key: record for key, record in done.items() if key[0] in wanted and key[1] in names}, compared, settings, options)
 
@@ -763,8 +802,15 @@ def resume(file: Path, settings: dict) -> dict[tuple[int, str], dict]:
     if first != json.dumps(settings):
         raise ValueError(f"{file} has results of other settings ({first}): move it away, or run with those")
     try:
-        return {(record["id"], record["method"]): record for record in map(json.loads, lines)}
-    except (ValueError, KeyError, TypeError):
+        records = list(map(json.loads, lines))
+        for record in records:
+            for turn in record["turns"]:
+                part = Difference(*turn.get("difference", range(5)))
+                numbers = [*part, *turn["tokens"], *(turn[name] for name in ("seconds", "calls", "accepted", "rejected"))]
+                if not all(isinstance(number, (int, float)) for number in numbers) or not turn["tokens"] or turn["seconds"] <= 0:
+                    raise ValueError
+        return {(record["id"], record["method"]): record for record in records}
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged: a line of it is no result. Move it away, or delete that line") from None
 
 
@@ -814,13 +860,14 @@ def spec_bench_table(done: dict[tuple[int, str], dict], compared: dict[str, Meth
         return 0
     for (number, name), record in done.items():
         for turn in record["turns"]:
-            if "difference" in turn:
+            if "difference" in turn and (number, compared[name].reference) in done:
                 differences.append(part := Difference(*turn["difference"]))
                 print(f"question {number}, {compared[name].label}: first different at {part}")
     return report_identity(differences, options)
 
 
 def main() -> int:
+    sys.stdout = sys.stdout or open(os.devnull, "w")   # it may have been closed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         options = parse_arguments()

@@ -7,21 +7,18 @@ A snapshot is read as published: config.json, safetensors (one file, or shards w
 generation_config.json, the chat template. Every tensor in it must be used or be one of a few that are known to be
 unneeded, every parameter must be filled, and every shape must be right: a model that loads by halves answers by
 halves. A snapshot is not trusted: no code from it is run, it names no file outside itself, what it asks for is bounded,
-and its chat template is rendered in a sandbox.
+and its chat template is rendered in a sandbox, in a process of its own.
 """
 
-import datetime
-import functools
 import json
 import math
 import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
-import jinja2
-import jinja2.compiler
-import jinja2.sandbox
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -54,13 +51,13 @@ def find_snapshot(path: str | Path) -> Path:
     if os.path.isdir(path):
         return Path(path)
     name = str(path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not re.fullmatch(r"[\w.-]{1,100}/[\w.-]{1,100}", name):
         raise CheckpointError(f"{name} is neither a folder nor of the form ORGANISATION/NAME, a model in the Hugging Face cache")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"))
     repo = cache / f"models--{name.replace('/', '--')}"
     main = repo / "refs" / "main"
-    snapshots = [repo / "snapshots" / main.read_text().strip()] if main.is_file() else list(repo.glob("snapshots/*"))
+    snapshots = [repo / "snapshots" / main.read_text(errors="replace").strip()] if main.is_file() else list(repo.glob("snapshots/*"))
     if len(snapshots) != 1 or not snapshots[0].is_dir():
         raise CheckpointError(f"{name} is neither a folder nor a model in the local Hugging Face cache ({cache}); "
                               f"to download it there: pip install huggingface_hub && hf download {name}")
@@ -134,7 +131,7 @@ def read_headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
                         raise CheckpointError(f"{file} holds {name}, and so does {stored[name][0]}")
                     header = tensors.get_slice(name)
                     stored[name] = file, header.get_shape(), header.get_dtype()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:            # the last where it can't be mapped
             raise CheckpointError(f"{file} is not a complete safetensors file ({error}): download it again") from None
     for name, file in weight_map.items():
         if name not in stored or stored[name][0].name != file:
@@ -292,6 +289,8 @@ def load_model(folder: Path, settings: Settings, device: str, dtype: torch.dtype
     if (layers := config.prelude + config.core + config.coda) > len(stored):
         raise CheckpointError(f"{settings.file} asks for {layers} layers, but {folder} has only {len(stored)} tensors")
     sources = match(config, read_names(config), stored, folder)
+    if model_class is Huginn and (size := 8 * config.context * config.width) > available_memory(torch.device("cpu")):
+        raise CheckpointError(f"{settings.file} asks for {config.context} positions, whose initial states take {size / 2 ** 30:.1f} GiB")
     with torch.device("meta"):                         # nothing is allocated before all that is stored is known to fit
         model = model_class(config)
     dtype = dtype or STORED[stored[sources["embedding.weight"][0]][2]]
@@ -343,85 +342,52 @@ def match(config: Config, names: dict, stored: dict, folder: Path) -> dict[str, 
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Chat templates
 #
-# A template is a program, and not ours. jinja2's sandbox keeps it from files and from Python's objects, but not from memory:
-# 'x' * 10 ** 10, or a text doubled forty times, would take all of it. Here everything that a template makes counts
-# against a budget, and what multiplies is priced before it is done, or not to be had.
+# A template is a program, and not ours. jinja2's sandbox keeps it from files and from Python's objects. It bounds neither time
+# nor memory, so the template is rendered in a process of its own, which is stopped when it takes too much of either.
 
 
-class TemplateGenerator(jinja2.compiler.CodeGenerator):
-    def visit_Concat(self, node, frame):               # the operator ~
-        self.write("environment.concat(map(str, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
+SECONDS, MEMORY, LENGTH = 10, 2 ** 30, 2 ** 24         # for one rendering; of its text, in characters. Memory is bounded on Linux
 
+RENDER = f"""
+import sys
+sys.path = [path for path in sys.path if path]         # not the current folder, which may be the snapshot
+import datetime, json
+if sys.platform == "linux":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+import jinja2.sandbox
 
-class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    code_generator_class = TemplateGenerator
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-    budget = left = 2 ** 25                            # characters, 16 more for every text and list element; for one rendering
-    refused = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "encode",          # of texts
-               "batch", "indent", "slice", "urlize", "wordwrap", "xmlattr"}  # filters
-
-    def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        filters = self.filters | {"join": self.join, "replace": self.replace, "tojson": self.tojson}
-        self.filters = {name: self.counted(function) for name, function in filters.items() if name not in self.refused}
-        self.globals = {"range": jinja2.sandbox.safe_range, "namespace": jinja2.utils.Namespace, "dict": dict,
-                        "raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form[:100])}
-
-    def charge(self, price: int) -> None:
-        self.left -= price
-        if self.left < 0:
-            refuse("it makes more text than any conversation needs")
-
-    def spend(self, value):
-        """Charge for a result."""
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        self.charge(16 * len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
-        return value
-
-    def counted(self, function):
-        return functools.wraps(function)(lambda *args, **options: self.spend(function(*args, **options)))
-
-    def concat(self, pieces) -> str:                   # what jinja2 puts texts together with
-        return "".join(map(self.spend, pieces))
-
-    def call_binop(self, context, operator, left, right):
-        numbers = all(isinstance(x, (int, float)) and abs(x) < 2 ** 63 for x in (left, right))
-        if operator == "**" or operator != "+" and not numbers:
-            refuse(f"it uses {operator}, which can make much of little")
-        return self.spend(super().call_binop(context, operator, left, right))
-
-    def wrap_str_format(self, value):
-        return None                                    # format is refused below
-
-    def is_safe_attribute(self, obj, attr, value):
-        return attr not in self.refused and super().is_safe_attribute(obj, attr, value)
-
-    def call(self, context, function, *args, **options):
-        text, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(text, str) and name in ("join", "replace"):
-            return self.join(*args, text) if name == "join" else self.replace(text, *args)
-        return self.spend(super().call(context, function, *args, **options))
-
-    def join(self, parts, separator: str = "") -> str:
-        return self.concat([part for text in parts for part in (separator, str(text))][1:])
-
-    def replace(self, text: str, old: str, new: str, count: int = -1) -> str:
-        text = str(text)
-        self.charge(text.count(old) * len(new))
-        return self.spend(text.replace(old, new, count))
-
-    def tojson(self, value, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False, separators=None) -> str:
-        if indent not in (None, *range(17)):
-            refuse(f"it indents by {indent}")
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys, separators=separators)
-
-
-def refuse(message: str):
+def refuse(message):
     raise jinja2.TemplateError(message)
+
+def tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False):
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+
+job, answer = json.load(sys.stdin), dict(valid=False)
+try:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
+    template = environment.from_string(job["template"])
+    answer["valid"] = True
+    text = template.render(**job["variables"])
+    text.encode("utf-8")                               # half characters are none
+    answer |= dict(text=text) if len(text) <= {LENGTH} else dict(error="it makes too long a text")
+except Exception as error:
+    answer["error"] = (str(error) or type(error).__name__)[:1000]
+json.dump(answer, sys.stdout)
+"""
+
+
+def render_template(template: str, variables: dict) -> dict:
+    """{"text": what it makes}, or {"error": why not, "valid": whether it is a template at all}."""
+    job = json.dumps({"template": template, "variables": variables})
+    try:
+        done = subprocess.run([sys.executable, "-c", RENDER], input=job.encode(), capture_output=True, timeout=SECONDS)
+        return json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):    # stopped, or died without an answer
+        return {"error": "it takes too much time or memory", "valid": True}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -437,10 +403,8 @@ class ChatTokenizer:
     def __init__(self, folder: Path):
         file = folder / "tokenizer.json"
         check_file(file)
-        try:
-            self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:                                           # the library raises nothing more special
-            raise CheckpointError(f"{file} is not a tokenizer: {error}") from None
+        self.folder, self.template = folder, None
+        self.tokenizer = self.library(Tokenizer.from_file, str(file))
         self.tokenizer.no_truncation()                                       # some files carry settings of their training
         self.tokenizer.no_padding()
         self.special = {token.content: id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -458,38 +422,41 @@ class ChatTokenizer:
         for name in ("config.json", "generation_config.json"):
             stops = read_json(folder / name, required=False).get("eos_token_id")
             for stop in stops if isinstance(stops, list) else [stops]:
-                if not isinstance(stop, (int, type(None))):
+                if type(stop) not in (int, type(None)):
                     raise CheckpointError(f"{folder / name}: eos_token_id is {stops!r}, but must be a token id or a list of them")
                 self.eos_ids.add(stop)
         self.eos_ids -= {None}
 
-    def read_template(self, folder: Path, settings: dict) -> jinja2.Template | None:
+    def read_template(self, folder: Path, settings: dict) -> str | None:
         file, source = folder / "chat_template.jinja", settings.get("chat_template")
         if file.is_file():
             source = read(file).decode("utf-8", errors="replace")
         elif isinstance(source, list):                                       # [{"name": ..., "template": ...}, ...]
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
-        if source is None:
-            return None
-        if not isinstance(source, str):
+        if not isinstance(source, (str, type(None))):
             raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
-        try:
-            return TemplateEnvironment().from_string(source)
-        except Exception as error:                                           # Python's compiler has its say, too
-            raise CheckpointError(f"the chat template of {folder} is not valid: {error}") from None
+        return source
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         if self.template is None:
             raise ValueError("this snapshot has no chat template: use plain text")
-        self.template.environment.left = TemplateEnvironment.budget
+        answer = render_template(self.template, {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None,
+                                                 "documents": None, **self.names})
+        if not answer["valid"]:
+            raise CheckpointError(f"the chat template of {self.folder} is not valid: {answer['error']}")
+        if "error" in answer:
+            raise ValueError(f"the chat template of {self.folder} refuses these messages: {one_line(answer['error'])}")
+        return answer["text"]
+
+    def library(self, function, *args, **options):
+        """Call the tokenizers library, which is not choosy about what it raises."""
         try:
-            text = self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
-                                        documents=None, **self.names)
-            text.encode("utf-8")
-            return text
-        except Exception as error:                                           # a template is a program, and not ours
-            raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from None
+            return function(*args, **options)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:                 # a panic is no Exception
+            raise CheckpointError(f"{self.folder / 'tokenizer.json'} can't be used: {error}") from None
 
     def encode(self, text: str | list[dict], chat: bool = False) -> list[int]:
         """Token ids of a text, or of a conversation that asks for an answer.
@@ -499,20 +466,23 @@ class ChatTokenizer:
         """
         if not isinstance(text, str) and not chat:
             raise ValueError(f"the prompt must be a text, not {type(text).__name__}")
-        if re.search("[\ud800-\udfff]", str(text)):
-            raise ValueError("the text holds half a character (a lone surrogate): it was not valid Unicode where it came from")
-        if not chat:
-            return self.tokenizer.encode(text).ids
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
         if not isinstance(messages, list) or not messages or not all(
                 isinstance(m, dict) and m.keys() == {"role", "content"} and all(isinstance(v, str) for v in m.values())
                 for m in messages):
             raise ValueError('a conversation is a list of {"role": ..., "content": ...} with two texts each')
+        words = "".join(value for message in messages for value in message.values())
+        if re.search("[\ud800-\udfff]", words):
+            raise ValueError("the text holds half a character (a lone surrogate): it was not valid Unicode where it came from")
+        if not chat:
+            return self.library(self.tokenizer.encode, text).ids
         # A mark inside every special token of a message keeps it from being one. The text is then encoded in pieces.
-        mark = next(c for c in NONCHARACTERS if c not in str(messages))
+        mark = next((c for c in NONCHARACTERS if c not in words), "")
+        if not mark or any(len(word) == 1 and word in words for word in self.special):
+            raise ValueError("the messages hold a special token of one character, or all the characters that Unicode reserves: leave them out")
         messages = [{key: self.split_special(value, mark) for key, value in message.items()} for message in messages]
         pieces = self.render(messages, add_generation_prompt=True).split(mark)
-        return [id for piece in pieces for id in self.tokenizer.encode(piece, add_special_tokens=False).ids]
+        return [id for piece in pieces for id in self.library(self.tokenizer.encode, piece, add_special_tokens=False).ids]
 
     def split_special(self, text: str, mark: str) -> str:
         for word in filter(None, self.special):
@@ -527,16 +497,20 @@ class ChatTokenizer:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
         try:
             _, found, behind = self.render(messages, add_generation_prompt=False).rpartition(answer)
+        except CheckpointError:
+            raise
         except ValueError:                                                   # a template for other conversations than this
             return set()
         if not found:
             return set()
-        ids = self.tokenizer.encode(behind, add_special_tokens=False).ids
+        ids = self.library(self.tokenizer.encode, behind, add_special_tokens=False).ids
         return set([id for id in ids if id in self.special.values()][:1])
 
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens, special ones included. Ids that no token has are left out."""
-        return self.tokenizer.decode([id for id in ids if 0 <= id < 2 ** 32], skip_special_tokens=False)
+        if not isinstance(ids, list) or not all(isinstance(id, int) for id in ids):
+            raise ValueError(f"token ids are a list of integers, not {one_line(ids)}")
+        return self.library(self.tokenizer.decode, [id for id in ids if 0 <= id < 2 ** 32], skip_special_tokens=False)
 
     def stream(self) -> "Stream":
         return Stream(self)
@@ -551,8 +525,8 @@ class Stream:
 
     def push(self, ids: list[int]) -> str:
         """The text that these tokens complete. All pieces and that of end() join to the text of all tokens."""
+        text = self.tokenizer.decode(self.shown + self.held + ids)
         self.held += ids
-        text = self.tokenizer.decode(self.shown + self.held)
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.end()
 
     def end(self) -> str:
@@ -603,8 +577,6 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     if (largest := max(vocabulary.values())) >= model.vocab:
         raise CheckpointError(f"{folder}: tokenizer.json has a token {largest}, but the model knows only {model.vocab}")
     if isinstance(model, Huginn):
-        if (size := 8 * model.config.context * model.config.width) > available_memory(torch.device("cpu")):
-            raise CheckpointError(f"{settings.file} asks for {model.config.context} positions, whose initial states take {size / 2 ** 30:.1f} GiB")
         table = model.draw_states(seed) if init_state == "noise" else torch.zeros(model.config.context, model.config.width)
         model.state_table = table.to(model.embedding.weight)
     return model, tokenizer

@@ -83,8 +83,9 @@ class Sampling:
 
     def __post_init__(self):
         numbers = all(isinstance(value, (int, float)) for value in (self.temperature, self.top_p))
-        check(numbers and self.temperature >= 0 and isinstance(self.top_k, int) and self.top_k >= 0 and 0 < self.top_p <= 1,
-              f"sampling needs temperature >= 0, an integer top_k >= 0 and 0 < top_p <= 1, not {self}")
+        check(numbers and (self.temperature == 0 or 1e-9 <= self.temperature <= 1e9) and 0 < self.top_p <= 1
+              and type(self.top_k) is type(self.seed) is int and self.top_k >= 0,
+              f"sampling needs a temperature of 0 or from 1e-9 to 1e9, 0 < top_p <= 1, integers top_k >= 0 and seed, not {self}")
 
     def scores(self, logits: Tensor, positions: list[int]) -> Tensor:
         """logits [rows, V], and the position that each row predicts -> scores [rows, V], whose argmax is the sample."""
@@ -477,19 +478,20 @@ class Wavefront:
         model, prompt, new = self.model, self.prompt, self.max_new_tokens
         self.depth, self.spec, context, share = model.recurrences, model.kv_spec, model.context, self.kv_share
         check(prompt != [], "the prompt is empty: one or more token ids are needed")
-        check(isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt),
+        check(isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt),
               "the prompt must be one list of token ids (one prompt at a time)")
         vocab = getattr(model, "vocab", max(prompt) + 1)                     # a model may say how many tokens it knows
         check(max(prompt) < vocab, f"the prompt has a token {max(prompt)}, but the model knows only {vocab}")
         check(len(prompt) <= context, f"the prompt has {len(prompt)} tokens, but the model has room for {context}: shorten it")
         for name, value, least in (("max_new_tokens", new, 0), ("model.recurrences", self.depth, 1), ("lookup", self.lookup, 0),
                                    ("draft_depth", self.draft_depth, 0)):
-            check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value}")
-        check(self.pad_rows is None or (isinstance(self.pad_rows, int) and self.pad_rows >= self.max_rows),
-              f"pad_rows must be an integer, at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows}")
+            check(isinstance(value, int) and value >= least, f"{name} must be an integer of {least} or more, not {value!r}")
+        check(self.pad_rows is None or (isinstance(self.pad_rows, int) and self.max_rows <= self.pad_rows <= 1024),
+              f"pad_rows must be an integer up to 1024, at least max_rows, the {self.max_rows} rows that a call may have, not {self.pad_rows!r}")
         check(isinstance(self.eos_ids, Collection) and all(isinstance(token, int) for token in self.eos_ids),
               f"eos_ids must be a set or list of token ids, not {self.eos_ids!r}")
-        check(self.sampling is None or hasattr(self.sampling, "scores"), f"sampling must be a Sampling or None, not {self.sampling!r}")
+        check(self.sampling is None or hasattr(self.sampling, "scores") and not isinstance(self.sampling, type),
+              f"sampling must be a Sampling or None, not {self.sampling!r}")
         check(share is None or (isinstance(share, KVShare) and type(share.slots) is type(share.window) is int
                                 and 1 <= share.slots <= self.depth and share.window >= 1),
               f"kv_share must be a KVShare with 1 to {self.depth} slots (the model's recurrences) and a window of 1 or more, not {share}")
@@ -747,7 +749,8 @@ def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_de
     A round drafts draft_len tokens one after the other, each from draft_depth recurrences, then brings all its cells to
     depth T together: (draft_len + 1) * draft_depth + T - draft_depth calls commit 1 to draft_len + 1 tokens.
     """
-    check(isinstance(draft_len, int) and draft_len >= 0, f"draft_len must be an integer of 0 or more, not {draft_len}")
+    check(isinstance(draft_len, int) and draft_len >= 0, f"draft_len must be an integer of 0 or more, not {draft_len!r}")
+    check(isinstance(draft_depth, int), f"draft_depth must be an integer, not {draft_depth!r}")
     settings = {"candidates": {draft_depth: 1}, "draft_depth": draft_depth, "max_rows": draft_len + 1, "room": draft_len + 1}
     return decode(model, prompt, max_new_tokens, settings, **options)
 
@@ -761,7 +764,7 @@ def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict
     tokens may be copied ahead from earlier text when its last two tokens have occurred before.
     """
     max_rows = 32 if max_rows is None else max_rows
-    check(isinstance(max_rows, int) and 1 <= max_rows <= 1024, f"max_rows must be an integer from 1 to 1024, not {max_rows}")
+    check(isinstance(max_rows, int) and 1 <= max_rows <= 1024, f"max_rows must be an integer from 1 to 1024, not {max_rows!r}")
     if candidates is None:                             # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
     room = max_rows if options.get("kv_share") else 2 * max_rows             # with sharing, near columns are what costs memory

@@ -106,8 +106,12 @@ def main() -> int:
     options = parser.parse_args()
     source = (HERE / "wfd.py").read_text(encoding="utf-8")
     chosen = [mutant for mutant in MUTANTS if options.only in mutant[0]]
+    if not chosen:
+        parser.error(f"no mutant's description has {options.only!r}")
     for what, old, _ in chosen:
         assert source.count(old) == 1, f"{what}: {old!r} is {source.count(old)} times in wfd.py"
+    if test := noticed_by(source, "", ""):
+        parser.error(f"{test} fails without any mutant")
     survivors = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for (what, _, _), test in zip(chosen, pool.map(lambda mutant: noticed_by(source, *mutant[1:]), chosen)):
