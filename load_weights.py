@@ -508,7 +508,7 @@ class ChatTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens, special ones included. Ids that no token has are left out."""
-        if not isinstance(ids, list) or not all(isinstance(id, int) for id in ids):
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(id, int) for id in ids):
             raise ValueError(f"token ids are a list of integers, not {one_line(ids)}")
         return self.library(self.tokenizer.decode, [id for id in ids if 0 <= id < 2 ** 32], skip_special_tokens=False)
 
@@ -525,7 +525,7 @@ class Stream:
 
     def push(self, ids: list[int]) -> str:
         """The text that these tokens complete. All pieces and that of end() join to the text of all tokens."""
-        text = self.tokenizer.decode(self.shown + self.held + ids)
+        text = self.tokenizer.decode([*self.shown, *self.held, *ids])
         self.held += ids
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.end()
 
