@@ -443,6 +443,9 @@ def test_look_ahead_takes_what_followed_the_longest_match():
     wave.text.append(3)                                                      # the oldest cell's token is certain
     assert wave.look_up(root) == [5, 6, 1] and wave.look_up(wfd.Cell(1, 13, 5, root, 0, 1.0, False)) == [6, 1, 2]
     assert wave.look_up(wfd.Cell(1, 13, 6, root, 0, 1.0, False)) == []
+    wave.text = [1, 2, 7, 1, 2, 8, 1, 2]                                     # the later of two equal matches
+    assert wave.look_up(wfd.Cell(0, 7, 2, None, 0, 1.0, False)) == [8, 1, 2]
+    wave.text = [0, 1, 2, 3, 5, 6, 1, 2, 4, 0, 1, 2, 3]
     chain = root
     for i, token in enumerate((7, 8, 7)):                                    # a repetition among the drafts
         chain = wfd.Cell(i + 2, 13 + i, token, chain, 0, 1.0, False)
@@ -811,6 +814,16 @@ def test_bad_arguments(arguments, options, words):
         needed = {"draft_depth": 1, "draft_len": 1} if decode is draft_then_verify else {}
         with pytest.raises(TypeError, match=foreign):                        # not an option of this decoder
             decode(model, [1], 5, **needed, **{foreign: 1})
+
+
+def test_the_limits_of_what_a_model_takes():
+    model = random_model("ouro", random.Random(14))
+    assert autoregressive(model, [model.vocab - 1], 2).tokens
+    with pytest.raises(ValueError, match=f"a token {model.vocab}, but the model knows only {model.vocab}"):
+        autoregressive(model, [model.vocab], 2)
+    model.candidates = {1: 2, 2: 2, 3: 2}
+    for model.recurrences in (1, 2, 3, 6):                                   # fewer or more than the schedule has depths
+        assert wavefront(model, [1, 2], 12).tokens == autoregressive(model, [1, 2], 12).tokens
 
 
 def test_no_recurrences_and_damaged_weights():

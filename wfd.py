@@ -623,7 +623,7 @@ class Wavefront:
         predictions = self.interpret(logits, [cell.position + 1 for cell in cells], depths, max(map(self.candidates.get, depths)))
         for cell, row, ranked in zip(cells, logits, predictions):
             cell.logits = row
-            if cell.in_flight and not self.result.finish:                    # an ancestor may just have dropped it
+            if cell.in_flight:                         # an ancestor may just have dropped it
                 self.follow(cell, dict(ranked[:self.candidates[cell.depth]]))
 
     def interpret(self, logits: Tensor, positions: list[int], depths: list[int], n: int) -> list[list[tuple[int, float]]]:

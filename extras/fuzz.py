@@ -204,8 +204,8 @@ def run_case(originals: dict, case: tuple[int, int], show: bool) -> tuple[str, s
             try:
                 result = outcome(folder, originals[name][1])
                 config = "config.json: settings" in kind or "generation_config" in kind
-                if setting and config and setting not in Watched.asked and result != "same":
-                    result = f"FAULT {setting} is read by nobody, but: {result}"
+                if setting and config and setting not in Watched.asked and result == "changed":
+                    result = f"FAULT {setting} is read by nobody, but the text is another"
             except BaseException as error:             # whatever it is, it must not come out of load()
                 result = f"FAULT {type(error).__name__}: {error}"
             os.write(writing, result.encode(errors="replace")[:4000])
