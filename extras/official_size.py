@@ -92,7 +92,7 @@ def measure(folder: Path, new: int) -> None:
               f"{1e3 * statistics.median(calls):.0f} ms each with its reading (median)", flush=True)
         plain = result.tokens if name == "plain" else plain
     part = demo.difference(partial(wavefront, model), partial(autoregressive, model), prompt, new, result.tokens, plain)
-    print(f"identical to plain decoding: {f'no, from {part} on' if part else 'yes'}")
+    print(f"identical to plain decoding: {f'no, first different at {part}' if part else 'yes'}")
 
 
 def main() -> None:
