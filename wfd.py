@@ -317,13 +317,10 @@ class Cache:
         stage.near[:, :, depth, :, list(self.held.values())] = stage.far[:, :, plane, :, list(self.held)]
 
     def aim_at_cells(self, stage: Stage, columns: Tensor, depths: list[int], positions: Tensor) -> None:
-        """The next attend calls are for cells in flight.
-
-        More columns are read than are in use, and masked, so that their number seldom changes: for every new shape of a
-        half-precision product CPUs compile a kernel.
-        """
-        in_use = self.near - min(set(range(self.near)) - self.free)          # the near columns from the lowest in use
-        near, far = min(-(-in_use // 16) * 16, self.near), min(-(-self.finished // 64) * 64, stage.far.shape[-2])
+        """The next attend calls are for cells in flight."""
+        near, far = self.near - min(set(range(self.near)) - self.free), self.finished         # columns to be read
+        if stage.whole is None:                        # some more, masked, as CPUs compile a kernel for every new shape of a bfloat16 product
+            near, far = min(-(-near // 16) * 16, self.near), min(-(-far // 64) * 64, stage.far.shape[-2])
         mask = self.seen.new_full((len(depths), 1, near + far), -torch.inf)  # [rows, 1, columns read]
         mask[:, 0, :near] = self.seen[columns, -near:]
         mask[:, 0, near:near + self.finished] = 0
