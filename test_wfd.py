@@ -1069,25 +1069,6 @@ def test_damaged_snapshots_are_refused_in_a_sentence_or_decode_exactly():
     assert done.returncode == 0 and "80 cases: " in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_the_fuzzer_sees_faults(monkeypatch, tmp_path):
-    """Errors of other kinds, a setting that changes the text though nobody reads it, much memory."""
-    from extras import fuzz
-    folder = tmp_path / "snapshot"
-    originals = {"ouro": (TINY, fuzz.text_of(TINY))}
-
-    def faults(load):
-        monkeypatch.setattr(fuzz.load_weights, "load", load)
-        return [result for result in (fuzz.run_case(originals, (3, i), False)[1] for i in range(25)) if result.startswith("FAULT")]
-    true_load = fuzz.load_weights.load
-    assert faults(true_load) == []
-    assert "KeyError" in faults(lambda *args, **options: {}["x"])[0] and "names no file" in faults(
-        lambda *args, **options: exec("raise fuzz.load_weights.CheckpointError('something went wrong')", {"fuzz": fuzz}))[0]
-    assert any("can't allocate" in fault for fault in faults(lambda *args, **options: torch.zeros(2 ** 40)))
-    other = lambda path, **options: (random_model("ouro", random.Random(1)), true_load(path, **options)[1])     # noqa: E731
-    assert any("read by nobody" in fault for fault in faults(other)) and not folder.exists()
-
-
 def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("some/model", "no/such/folder"):
