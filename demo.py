@@ -271,13 +271,14 @@ def difference(decode: partial, plain: partial, prompt: list[int], new: int, our
     def kept(logits: torch.Tensor) -> list[bool]:
         return sampling.scores(logits[None], [position])[0, tokens].isfinite().tolist() if sampling else []
     decode(prompt, new, sampling=sampling, on_call=keep, **common)
-    passes, rounding = [plain_logits(None)], 0.0
-    scores = noisy(passes[0])
-    apart = (scores[tokens[0]] - scores[tokens[1]]).item() if len(tokens) == 2 else math.inf
+    first = plain_logits(None)
+    low = high = scores = noisy(first)                 # of all passes, for every token of the vocabulary
+    apart, rounding = (scores[tokens[0]] - scores[tokens[1]]).item() if len(tokens) == 2 else math.inf, 0.0
     for number in range(1, decode.keywords.get("max_rows", 32) + 1):
-        passes.append(plain_logits(number))
-        rounding = max(rounding, *((noisy(passes[-1]) - noisy(other)).abs().max().item() for other in passes))
-        if kept(passes[-1]) != kept(passes[0]):
+        logits = plain_logits(number)
+        low, high = low.minimum(noisy(logits)), high.maximum(noisy(logits))
+        rounding = (high - low).max().item()
+        if kept(logits) != kept(first):
             apart = 0.0
         if apart <= 2 * rounding:
             break
@@ -552,6 +553,12 @@ SHAPES = {
                                    init_std=(2 / (5 * 5280)) ** 0.5))}
 
 
+def random_weight(noise: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """The noise, as often as it takes, at the scale of a matrix; around 1 if it is the gain of a norm."""
+    number = math.prod(shape)
+    return noise.repeat(-(-number // len(noise)))[:number].view(shape).mul_(shape[-1] ** -0.5).add_(1.0 if len(shape) == 1 else 0.0)
+
+
 def random_model(shape: str, device: str, layers: int) -> LoopedLM:
     """A model of official shape, but for the number of its core layers, with random weights, in bfloat16."""
     model_class, config = SHAPES[shape]
@@ -559,9 +566,7 @@ def random_model(shape: str, device: str, layers: int) -> LoopedLM:
         model = model_class(Config(**vars(config) | {"core": layers}))
     noise = torch.randn(2 ** 24, dtype=torch.bfloat16, device=device)
     for name, parameter in list(model.named_parameters()):
-        value = noise.repeat(-(-parameter.numel() // len(noise)))[:parameter.numel()].view(parameter.shape)
-        value.mul_(parameter.shape[-1] ** -0.5).add_(1.0 if value.dim() == 1 else 0.0)
-        model.assign(name, value)
+        model.assign(name, random_weight(noise, list(parameter.shape)))
     if isinstance(model, Huginn):
         model.state_table = torch.zeros(config.context, config.width, dtype=torch.bfloat16, device=device)
     return model

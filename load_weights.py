@@ -89,11 +89,10 @@ def check_file(file: Path) -> None:
 def read_json(file: Path, required: bool = True) -> dict:
     if not file.is_file() and not required:
         return {}
+    data = read(file)
     try:
-        content = json.loads(read(file).decode("utf-8"))
+        content = json.loads(data.decode("utf-8"))
         json.dumps(content, ensure_ascii=False).encode("utf-8")              # which half characters, written as \ud800, are not
-    except CheckpointError:
-        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -403,7 +402,7 @@ class ChatTokenizer:
     def __init__(self, folder: Path):
         file = folder / "tokenizer.json"
         check_file(file)
-        self.folder, self.template = folder, None
+        self.folder = folder
         self.tokenizer = self.library(Tokenizer.from_file, str(file))
         self.tokenizer.no_truncation()                                       # some files carry settings of their training
         self.tokenizer.no_padding()

@@ -29,7 +29,7 @@ import demo
 import wfd
 from demo import held_out_prompts
 from extras.bitwise import differences
-from extras.train_tiny import save_tensors
+from extras.train_tiny import save_shards, save_tensors
 from load_weights import CheckpointError, load
 from model import Config, FullAttention, Huginn, Ouro, RMSNorm
 from wfd import KVShare, Sampling, autoregressive, draft_then_verify, wavefront
@@ -859,10 +859,7 @@ def snapshot(folder: Path, name: str, config=(), tensors=lambda t: t, shards: in
     if shards == 1:
         save_tensors(changed, folder / "model.safetensors")
     else:
-        weight_map = {key: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, key in enumerate(changed)}
-        for file in set(weight_map.values()):
-            save_tensors({key: changed[key] for key, name in weight_map.items() if name == file}, folder / file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save_shards(changed, folder, shards)
     return folder
 
 

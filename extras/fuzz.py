@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import demo  # noqa: E402
 import torch  # noqa: E402
-from safetensors import safe_open  # noqa: E402
 
 import load_weights  # noqa: E402
-from extras.train_tiny import save_tensors  # noqa: E402
+from extras.train_tiny import save_shards  # noqa: E402
+from test_wfd import tensors_in  # noqa: E402
 from wfd import autoregressive, wavefront  # noqa: E402
 
 PROMPT, NEW = "It was a fine morning, and", 8
@@ -151,8 +151,6 @@ class Watched(dict):
 
 def text_of(folder: Path) -> list:
     """Load and decode. Everything that a user could see."""
-    read_json = load_weights.read_json
-    load_weights.read_json = lambda *args, **options: Watched(read_json(*args, **options))
     model, tokenizer = load_weights.load(folder, dtype=torch.float32)
     model.recurrences = min(model.recurrences, 40)     # more of them are possible, and slow
     prompt = tokenizer.encode(PROMPT)
@@ -174,16 +172,12 @@ def one_sentence(error: ValueError) -> str:
 def outcome(folder: Path, original: list) -> str:
     """What comes of a damaged snapshot: refused, same, or changed; FAULT if it is nothing of these."""
     try:
-        found = text_of(folder)
-        if found == original:
-            return "same"
-        result = "changed"
+        return "same" if text_of(folder) == original else "changed"
     except load_weights.CheckpointError as error:
         assert str(folder) in one_sentence(error), f"names no file: {error}"
-        result = f"refused: {error}"
+        return f"refused: {error}"
     except ValueError as error:                        # of a prompt or of logits
-        result = f"refused: {one_sentence(error)}"
-    return result
+        return f"refused: {one_sentence(error)}"
 
 
 def run_case(originals: dict, case: tuple[int, int], show: bool) -> tuple[str, str]:
@@ -230,18 +224,15 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print every case")
     options = parser.parse_args()
     torch.set_num_threads(1)                           # a fork has only one
+    read_json = load_weights.read_json
+    load_weights.read_json = lambda *args, **options: Watched(read_json(*args, **options))
     counts, faults = {}, []
     with tempfile.TemporaryDirectory() as place:
         originals = {}
         for name in ("ouro", "huginn"):
             whole, shards = demo.TINY / name, Path(place) / name
             shards.mkdir()
-            with safe_open(whole / "model.safetensors", "pt") as stored:
-                tensors = {key: stored.get_tensor(key) for key in stored.keys()}
-            weight_map = {key: f"model-{i % 2 + 1:05}-of-00002.safetensors" for i, key in enumerate(tensors)}
-            for file in set(weight_map.values()):
-                save_tensors({key: tensors[key] for key in tensors if weight_map[key] == file}, shards / file)
-            (shards / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+            save_shards(tensors_in(whole / "model.safetensors"), shards, 2)
             for file in whole.glob("*.json"):
                 (shards / file.name).symlink_to(file)
             originals |= {name: (whole, text_of(whole)), f"{name} in shards": (shards, text_of(shards))}

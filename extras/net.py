@@ -169,8 +169,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.case:
-        print(failure(options.case) or "nothing is wrong with this case")
-        return 1 if failure(options.case) else 0
+        wrong = failure(options.case)
+        print(wrong or "nothing is wrong with this case")
+        return 1 if wrong else 0
     number, failed = search(options.minutes, options.seed)
     print(f"{number} random cases of seed {options.seed} in {options.minutes:g} minutes, {len(failed)} unequal")
     for case in failed:

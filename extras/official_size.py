@@ -48,14 +48,8 @@ def write_official_size(shape: str, folder: Path) -> None:
         size += 2 * math.prod(dimensions)
     weight_map = {}
     for i, names in enumerate(shards, 1):
-        tensors = {}
-        for name in names:
-            number = math.prod(shapes[name])
-            gain = ".norm" in name or "norm." in name or "layernorm" in name or "ln_f" in name
-            value = noise.repeat(-(-number // len(noise)))[:number].view(shapes[name])
-            tensors[name] = value.mul_(shapes[name][-1] ** -0.5).add_(1.0 if gain else 0.0)
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_tensors(tensors, folder / file)
+        save_tensors({name: demo.random_weight(noise, shapes[name]) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
     total = sum(2 * math.prod(dimensions) for dimensions in shapes.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -21,21 +21,17 @@ from load_weights import load  # noqa: E402
 from wfd import Cache, KVShare, Wavefront, autoregressive, wavefront  # noqa: E402
 
 
-class Dictated(Wavefront):
-    """Writes a given text, whatever the model predicts.
+class Dictation(Wavefront):
+    """Writes the text of a demo.Dictated.
 
     The right token is the draft at depth 1, so the wavefront has as many rows as the window allows.
     """
-    text_to_write: list[int]
     keep_first: bool
 
     def prefill(self):
         super().prefill()
         if self.keep_first:
             replace_by_first(self.cache)
-
-    def interpret(self, logits, positions, depths, n):
-        return [[(self.text_to_write[position], 1.0)] for position in positions]
 
 
 def replace_by_first(cache: Cache) -> None:
@@ -53,8 +49,8 @@ def loss(model, texts: list[list[int]], share: KVShare | None, keep_first: bool 
     """Mean next-token loss in nats of texts decoded one token at a time, but for the first, which is the prompt."""
     total = 0.0
     for text in texts:
-        wave = Dictated(model, text[:1], len(text) - 1, {1: 1}, max_rows=32, room=32, kv_share=share)
-        wave.text_to_write, wave.keep_first = text, keep_first
+        wave = Dictation(model, text[:1], len(text) - 1, {1: 1}, max_rows=32, room=32, kv_share=share, sampling=demo.Dictated(text))
+        wave.keep_first = keep_first
         losses = []                                    # behind the prefill
         wave.run(lambda wave: losses.extend(F.cross_entropy(row.logits, torch.tensor(text[row.position + 1])).item()
                                             for row in wave.rows if row.depth == model.recurrences))

@@ -191,6 +191,14 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: pathlib.Path) -> None:
     serialize_file(specs, str(file), {"format": "pt"})
 
 
+def save_shards(tensors: dict[str, torch.Tensor], folder: pathlib.Path, number: int) -> None:
+    """The tensors in so many files, taking turns, with their index."""
+    weight_map = {name: f"model-{i % number + 1:05}-of-{number:05}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_tensors({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
 def write_json(path: pathlib.Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
