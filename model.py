@@ -59,7 +59,7 @@ class KVSpec:
 class FullAttention:
     """The attention of whole sequences, without a cache: every row sees its sequence up to itself.
 
-    Rows are sequences of `length` tokens, one behind the other; nothing is kept between calls.
+    Rows are sequences of `length` tokens, one after the other; nothing is kept between calls.
     """
 
     def __init__(self, length: int):
@@ -208,7 +208,7 @@ class Ouro(LoopedLM):
         """Rotates the halves of every head against each other, in the model's dtype."""
         cos, sin = (t.to(self.embedding.weight.dtype) for t in self.angles(positions))
 
-        def rotate(x: Tensor) -> Tensor:                                                      # [rows, heads, h]
+        def rotate(x: Tensor) -> Tensor:  # [rows, heads, h]
             a, b = x.chunk(2, dim=-1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return rotate
@@ -259,7 +259,7 @@ class Huginn(LoopedLM):
         """Rotates neighbouring pairs in every head, in float32 or wider."""
         cos, sin = self.angles(positions)
 
-        def rotate(x: Tensor) -> Tensor:                                                      # [rows, heads, h]
+        def rotate(x: Tensor) -> Tensor:  # [rows, heads, h]
             a, b = x[..., 0::2], x[..., 1::2]
             return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
         return rotate
