@@ -10,6 +10,7 @@ Exit status: 0; 1 when the tokens differ from plain decoding, and not just at a 
 """
 
 import argparse
+import functools
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)       # while torch is imported, Ctrl-C ends this without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)       # Ctrl-C is silent while torch is imported
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")      # nothing here needs it
 # On AMD processors MKL multiplies small float32 batches much faster when this is set, to its own default.
 os.environ.setdefault("MKL_CBWR", "AUTO")
@@ -38,11 +39,10 @@ from wfd import Cache, KVShare, Result, Wavefront, autoregressive, wavefront  # 
 TINY = Path(__file__).parent / "tiny"
 PROMPT = "It was a rainy afternoon in November, and Anne"
 FRAME = 0.04                                           # seconds between two drawings, at least
-SLOW_CALLS = 60                                        # so many at the start are shown one by one
+SLOW_CALLS = 60                                        # as many at the start are shown one by one
 
 
 # 1. What is asked for
-
 
 def parse_candidates(text: str) -> dict[int, int]:
     """'1:2,2:2,3:1' -> {1: 2, 2: 2, 3: 1}."""
@@ -70,44 +70,10 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that loads a model takes; load_model reads it."""
-    parser.add_argument("--model", metavar="PATH_OR_ID", default=TINY / "ouro",
-                        help="a snapshot folder, or a hub id in the Hugging Face cache (default: tiny/ouro)")
-    parser.add_argument("--recurrences", type=parse_count, metavar="T", help="(default: the model's own)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of all that is random (default: 0)")
-    parser.add_argument("--device", metavar="D", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",
-                        help="to compute in (default: float32)")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_model_options(parser)
-    parser.add_argument("--prompt", metavar="TEXT", default=PROMPT, help="- reads standard input")
-    parser.add_argument("--chat", action="store_true",
-                        help="take the prompt as a user's message, rendered by the model's chat template")
-    parser.add_argument("--max-new-tokens", type=parse_count, metavar="N", default=120, help="(default: 120)")
-    parser.add_argument("--candidates", type=parse_candidates, metavar="DEPTH:N,...",
-                        help="candidates kept open at each depth, as 1:2,2:1 (default: the model's own)")
-    parser.add_argument("--max-rows", type=parse_count, metavar="N", default=32,
-                        help="rows in a block call, at most (default: 32)")
-    parser.add_argument("--kv-share", type=parse_sharing, metavar="SLOTS:WINDOW",
-                        help="keep keys and values of SLOTS recurrences for what is WINDOW positions back, as 1:32")
-    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, metavar="K", default=0, help="of the K best tokens (default: all)")
-    parser.add_argument("--top-p", type=float, metavar="P", default=1.0, help="of this share of probability")
-    parser.add_argument("--trace", type=Path, metavar="FILE.svg", help="write a picture of the generation")
-    options = parser.parse_args()
-    if options.temperature == 0 and (options.top_k or options.top_p != 1):
-        parser.error("--top-k and --top-p need a --temperature above 0")
-    return options
-
-
 def read_prompt(text: str) -> str:
     if text == "-":
         try:
-            text = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")         # what echo adds
+            text = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"standard input is not UTF-8 text: see byte {error.start + 1}") from None
     if not text:
@@ -115,13 +81,50 @@ def read_prompt(text: str) -> str:
     return text
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that loads a model takes; load_model reads it."""
+    add, device = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--model", metavar="PATH_OR_ID", default=TINY / "ouro",
+        help="a snapshot folder, or a hub id in the Hugging Face cache (default: tiny/ouro)")
+    add("--recurrences", type=parse_count, metavar="T", help="(default: the model's own)")
+    add("--seed", type=int, metavar="N", default=0, help="of all that is random (default: 0)")
+    add("--device", metavar="D", default=device, help=f"(default: {device})")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="(default: float32)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add_model_options(parser)
+    add("--prompt", metavar="TEXT", default=PROMPT, help="the text to continue; - reads standard input")
+    add("--chat", action="store_true", help="the prompt is a user's message, for the model's chat template")
+    add("--max-new-tokens", type=parse_count, metavar="N", default=120, help="(default: 120)")
+    add("--candidates", type=parse_candidates, metavar="DEPTH:N,...",
+        help="candidates kept open at each depth, as 1:2,2:1 (default: the model's own)")
+    add("--max-rows", type=parse_count, metavar="N", default=32, help="in a block call, at most (default: 32)")
+    add("--kv-share", type=parse_sharing, metavar="SLOTS:WINDOW",
+        help="of positions WINDOW or more back, keep keys and values of only SLOTS recurrences, as 1:32")
+    add("--temperature", type=float, metavar="X", default=0.0, help="0 is greedy (default)")
+    add("--top-k", type=int, metavar="K", default=0, help="sample from the K best tokens (default: all)")
+    add("--top-p", type=float, metavar="P", default=1.0, help="sample from this share of probability")
+    add("--trace", type=Path, metavar="FILE.svg", help="write a picture of the generation")
+    options = parser.parse_args()
+    if options.temperature == 0 and (options.top_k or options.top_p != 1):
+        parser.error("--top-k and --top-p need a --temperature above 0")
+    options.sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    check_device(options.device)
+    options.prompt = read_prompt(options.prompt)
+    if options.trace:
+        options.trace.touch()                          # fails now, not after the run, if it can't be written
+    return options
+
+
 def load_model(options: argparse.Namespace):
     """(model, tokenizer), and a line that says what the figures below it were measured with."""
     model, tokenizer = load(options.model, options.device, getattr(torch, options.dtype), seed=options.seed)
-    trained, model.recurrences = model.recurrences, options.recurrences or model.recurrences
-    note = f" (more than the {trained} it was trained for)" if model.recurrences > trained else ""
+    model.recurrences = options.recurrences or model.recurrences
     name = "/".join(Path(options.model).parts[-2:])
-    print(f"{name}, {model.recurrences} recurrences{note}, {options.dtype} on {machine(options.device)}\n")
+    print(f"{name}, {model.recurrences} recurrences, {options.dtype} on {machine(options.device)}\n", flush=True)
     return model, tokenizer
 
 
@@ -135,9 +138,8 @@ def machine(device: str) -> str:
 
 # 2. Generate and compare
 
-
 def timed(decode: Callable[..., Result], *args, **options) -> tuple[Result, float]:
-    """A decoder's result and the seconds it took. It ends with a transfer from the device, so the clock is right."""
+    """A decoder's result and its seconds. It ends with a transfer from the device, so the clock is right."""
     begin = time.perf_counter()
     return decode(*args, **options), time.perf_counter() - begin
 
@@ -150,28 +152,31 @@ def per_token(result: Result) -> float:
 class Clock:
     """An on_call that takes the time of the prompt's pass, and leaves out the time that showing takes.
 
-    Nobody is told when the pass ends, so it counts until the first block call has ended: one call of very many.
+    Nobody is told when the pass ends, so it counts until the first block call has ended: one of very many.
     """
 
-    def __init__(self, show: Callable[[Wavefront], None] | None = None):
-        self.show, self.away, self.prefill, self.first_tokens = show, 0.0, 0.0, 0
+    def __init__(self, *watchers: Callable[[Wavefront], None]):
+        self.watchers, self.away, self.prefill, self.first = watchers, 0.0, 0.0, 0
+
+    def run(self, decode: Callable[..., Result], *args, **options) -> Result:
         self.begin = time.perf_counter()
+        result = decode(*args, on_call=self, **options)
+        self.rest = self.seconds() - self.prefill
+        self.speed = (len(result.tokens) - self.first) / self.rest           # tokens per second after the prompt's pass
+        return result
 
     def seconds(self) -> float:
         return time.perf_counter() - self.begin - self.away
 
-    def __call__(self, wavefront: Wavefront) -> None:
+    def __call__(self, wave: Wavefront) -> None:
         if not self.prefill:
-            self.prefill, self.first_tokens = self.seconds(), len(wavefront.result.tokens)
-        if self.show:
-            wavefront.rows[0].x[0].item()              # waits until the device has done what it was given
+            self.prefill, self.first = self.seconds(), len(wave.result.tokens)
+        if self.watchers:
+            wave.rows[0].x[0].item()                   # waits until the device has done what it was given
             before = self.seconds()
-            self.show(wavefront)
+            for watch in self.watchers:
+                watch(wave)
             self.away += self.seconds() - before
-
-    def speed(self, result: Result, seconds: float) -> float:
-        """Tokens per second after the prompt's pass; 0 if there were none."""
-        return (len(result.tokens) - self.first_tokens) / (seconds - self.prefill) if result.calls else 0.0
 
 
 def check_room(model, prompt: list[int], options: argparse.Namespace) -> None:
@@ -181,64 +186,74 @@ def check_room(model, prompt: list[int], options: argparse.Namespace) -> None:
     cache = Cache(on_paper, model.recurrences, asked.last + 1, options.max_rows, options.kv_share)
     needed = sum(layer.nbytes for layer in cache.near + cache.far)
     if needed > available_memory(options.device):
-        raise ValueError(f"keys and values for {asked.last + 1} tokens take {needed / 2 ** 30:.1f} GiB, more than "
-                         f"{options.device} has free: lower --max-new-tokens, or use --kv-share")
+        raise ValueError(f"keys and values for {asked.last + 1} tokens take {needed / 2 ** 30:.1f} GiB, more than is "
+                         f"free on {options.device}: lower --max-new-tokens, or use --kv-share")
 
 
-def generate(options: argparse.Namespace, text: str, sampling: Sampling | None) -> int:
+def main() -> int:
+    options = parse_arguments()
     model, tokenizer = load_model(options)
-    prompt, new = tokenizer.encode(text, chat=options.chat), options.max_new_tokens
+    prompt = tokenizer.encode(options.prompt, chat=options.chat)
     check_room(model, prompt, options)
-    common = {"sampling": sampling, "kv_share": options.kv_share}
-    schedule = {"candidates": options.candidates, "max_rows": options.max_rows}
-    for decode, settings in ((wavefront, schedule), (autoregressive, {})):
-        decode(model, prompt[:8], 4, **settings, **common)                   # the first calls of a process are slow
+    common = {"sampling": options.sampling, "kv_share": options.kv_share}
+    decode = functools.partial(wavefront, candidates=options.candidates, max_rows=options.max_rows)
+    for warm_up in (decode, autoregressive):           # the first calls of a process are slow
+        warm_up(model, prompt[:8], 4, **common)
+    task = model, prompt, options.max_new_tokens
+    common["eos_ids"] = tokenizer.eos_ids
 
     size = shutil.get_terminal_size()
-    in_terminal = (sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-                   and size.columns >= 40 and size.lines >= 14)
-    view = (Picture if in_terminal else Text)(text + "\n\n" * options.chat, tokenizer, len(prompt), model.recurrences)
-    kept = []                                          # what --trace draws
-
-    def show(wave: Wavefront) -> None:
-        if options.trace:
-            kept.append(snapshot(wave))
-        view.show(wave)
-
-    clock = Clock(show)
+    drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and size.columns >= 40 and size.lines >= 14
+    text = options.prompt + "\n\n" * options.chat
+    view = (Picture if drawn else Text)(text, tokenizer, len(prompt), model.recurrences)
+    calls = []                                         # only --trace keeps something of each
+    tracing = [lambda wave: calls.append(snapshot(wave))] if options.trace else []
+    clock, plain_clock = Clock(view.show, *tracing), Clock()
     try:
-        ours = wavefront(model, prompt, new, eos_ids=tokenizer.eos_ids, on_call=clock, **schedule, **common)
-        seconds = clock.seconds()
-        view.tokens = ours.tokens                      # if there was no call, it knows of none
+        ours = clock.run(decode, *task, **common)
+        view.tokens = ours.tokens                      # without a call it was shown none
     finally:                                           # also when interrupted
         view.end()
     if options.trace:
-        svg = trace_svg(kept, ours.tokens, tokenizer, len(prompt), model.recurrences)
+        svg = trace_svg(calls, ours.tokens, tokenizer, len(prompt), model.recurrences)
         options.trace.write_text(svg, encoding="utf-8")
         print(f"picture: {options.trace}")
-    print("and plainly, to compare ...", flush=True)
-    plain_clock = Clock()
-    plain = autoregressive(model, prompt, new, eos_ids=tokenizer.eos_ids, on_call=plain_clock, **common)
-    plain_seconds = plain_clock.seconds()
+    print("and plainly, to compare ...\n", flush=True)
+    plain = plain_clock.run(autoregressive, *task, **common)
 
-    print(f"\n{'':10}{'prompt':>9}{'block calls':>13}{'per token':>11}{'rows':>7}{'per call':>10}{'tokens/s':>10}")
-    for name, result, spent, its in (("plain", plain, plain_seconds, plain_clock), ("wavefront", ours, seconds, clock)):
-        print(f"{name:10}{its.prefill or spent:7.3f} s{result.calls:13}{per_token(result):11.2f}{result.rows:7}"
-              f"{result.rows / max(result.calls, 1):10.2f}{its.speed(result, spent):10.1f}")
-    print(f"\n{len(prompt)} prompt tokens; {len(ours.tokens)} new ones ({ours.finish})", end="")
+    print(f"{'':10}{'prefill':>10}{'block calls':>13}{'per token':>11}{'rows':>7}{'per call':>10}{'tokens/s':>10}")
+    for name, result, spent in (("plain", plain, plain_clock), ("wavefront", ours, clock)):
+        print(f"{name:10}{spent.prefill or spent.rest:8.3f} s{result.calls:13}{per_token(result):11.2f}"
+              f"{result.rows:7}{result.rows / max(result.calls, 1):10.2f}{spent.speed:10.1f}")
+    print(f"\n{len(prompt)} prompt tokens, {len(ours.tokens)} new ones ({ours.finish})", end="")
     if ours.calls:
-        faster = clock.speed(ours, seconds) / plain_clock.speed(plain, plain_seconds)
-        print(f", {ours.accepted} of them under way before they were certain; "
-              f"{plain.calls / ours.calls:.2f}x fewer calls, {faster:.2f}x plain's speed", end="")
-    shared = ", shared" if options.kv_share else ""
-    print(f"\nkeys and values{shared}: {ours.cache_bytes / 2 ** 20:.1f} MiB")
-    difference = near_tie(model, prompt, plain.tokens, ours.tokens, options.max_rows, **common)
+        print(f", {ours.accepted} of them under way before they were certain; {plain.calls / ours.calls:.2f}x fewer "
+              f"calls, {clock.speed / plain_clock.speed:.2f}x plain's speed", end="")
+    print(f"\nkeys and values: {ours.cache_bytes / 2 ** 20:.1f} MiB" + ", shared" * bool(options.kv_share))
+    difference = near_tie(model, prompt, plain.tokens, ours.tokens, options.max_rows,
+                          sampling=options.sampling, kv_share=options.kv_share)
     print("identical to plain decoding: " + (f"NO, {difference}" if difference else "yes"))
     return 1 if difference.startswith("no near tie") else 0
 
 
-# 3. What is seen of a generation: its text; in a terminal the wavefront as well
+def run(main: Callable[[], int | None]) -> int:
+    """The exit status of a command: bad input is one line, and an interruption no traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="replace")           # a console may not know all characters
+    try:
+        return main() or 0
+    except BrokenPipeError:                            # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
+
+# 3. What is seen of a generation: its text; in a terminal the wavefront as well
 
 class Text:
     """The text, as its tokens become certain."""
@@ -256,8 +271,8 @@ class Text:
         self.print_new()
 
     def print_new(self) -> None:
-        if new := [token for token in self.tokens[self.printed:] if token not in self.tokenizer.eos_ids]:
-            print(self.stream.push(new), end="", flush=True)
+        new = [token for token in self.tokens[self.printed:] if token not in self.tokenizer.eos_ids]
+        print(self.stream.push(new), end="", flush=True)
         self.printed = len(self.tokens)
 
     def end(self) -> None:
@@ -266,9 +281,9 @@ class Text:
 
 
 class Picture(Text):
-    """The wavefront, redrawn in place: positions across, depth as height, the text with its drafts beneath."""
+    """The wavefront, redrawn in place: positions across, depth upwards, beneath it the text with drafts."""
 
-    MARKS = {"x": 31, "o": 34, "+": 36, "!": 33, "*": 32, "=": 32}           # and their colours
+    COLOURS = {"x": 31, "o": 34, "+": 36, "!": 33, "*": 32, "=": 32, " ": 0}
 
     def open(self) -> None:
         self.height = min(self.recurrences, 16, shutil.get_terminal_size().lines - 9)
@@ -298,22 +313,22 @@ class Picture(Text):
         super().end()
 
     def frame(self, wave: Wavefront, columns: int) -> list[str]:
-        done, width = len(wave.result.tokens), max(1, (columns - 10) // 2)
+        done, width = len(wave.result.tokens), (columns - 10) // 2
         finished = self.prompt_length + done - 1
         left = max(self.prompt_length, finished - width // 2)
         marks = {(self.height, position): "=" for position in range(left, finished)}
         corrected = [cell.parent for cell in wave.rows if cell.dropped]
         for cell in sorted(wave.rows, key=lambda cell: not cell.dropped):    # where two meet, the last is seen
-            starts = any(child.e is None for child in cell.children)
-            mark = "*" if cell.depth == self.recurrences else "!" if cell in corrected else "+" if starts else "o"
-            level = -(-cell.depth * self.height // self.recurrences)
-            marks[level, cell.position] = "x" if cell.dropped else mark
+            started = any(child.e is None for child in cell.children)
+            mark = "!" if cell in corrected else "+" if started else "o"
+            mark = "x" if cell.dropped else "*" if cell.depth == self.recurrences else mark
+            marks[-(-cell.depth * self.height // self.recurrences), cell.position] = mark
         lines = []
         for level in range(self.height, 0, -1):
             line = [marks.get((level, position), " ") for position in range(left, left + width)]
-            lines.append(f"{level * self.recurrences // self.height:6} |  " + "".join(
-                f"\x1b[{self.MARKS[mark]}m{mark} \x1b[m" if mark != " " else "  " for mark in line))
-        status = f" call {wave.result.calls}: {done} certain; plain decoding: call {(done - 1) * self.recurrences}"
+            coloured = "".join(f"\x1b[{self.COLOURS[mark]}m{mark} \x1b[m" for mark in line)
+            lines.append(f"{level * self.recurrences // self.height:6} |  {coloured}")
+        status = f" call {wave.result.calls}, {done} certain; plain decoding: call {(done - 1) * self.recurrences}"
         legend = " + starts a draft  o advances  * verified  ! corrects  x dropped  = finished"
         return [*lines, "", self.text_line(wave, columns - 10), "", status[:columns - 1], legend[:columns - 1]]
 
@@ -323,48 +338,15 @@ class Picture(Text):
         while cell and cell.children:
             cell = cell.children[0]
             drafts.append(cell.token)
-        certain = self.text[-width:] + self.tokenizer.decode(wave.result.tokens[-width:])
         guessed = screen_places(self.tokenizer.decode(drafts))[:width // 2]
-        certain = screen_places(certain)[len(guessed) - width:]
-        return "        " + "".join(certain) + "\x1b[90m" + "".join(guessed) + "\x1b[m"
+        certain = screen_places(self.text[-width:] + self.tokenizer.decode(wave.result.tokens[-width:]))
+        return "        " + "".join(certain[len(guessed) - width:]) + "\x1b[90m" + "".join(guessed) + "\x1b[m"
 
 
 def screen_places(text: str) -> list[str]:
     """What stands in each place of the screen. A wide character takes two, the second with nothing in it."""
     text = "".join(c for c in text.replace("\n", " ") if c.isprintable())
     return [place for c in text for place in ((c, "") if unicodedata.east_asian_width(c) in "WF" else (c,))]
-
-
-# 4. The program
-
-
-def run(main: Callable[[], int | None]) -> int:
-    """The exit status of a command: bad input is one line, and an interruption no traceback."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="replace")           # a console may not know all characters
-    try:
-        return main() or 0
-    except BrokenPipeError:                            # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-
-def main() -> int:
-    options = parse_arguments()
-    sampling = None
-    if options.temperature:
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    check_device(options.device)
-    text = read_prompt(options.prompt)
-    if options.trace:
-        options.trace.touch()                          # fails now, not after the run, if it can't be written
-    return generate(options, text, sampling)
 
 
 if __name__ == "__main__":

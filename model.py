@@ -103,7 +103,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.ffn, d, bias=False)
 
     def attention(self, x: Tensor, layer: int, rotary, kv) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, -1))                # [rows, H+K+K, h]
+        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, -1))  # [rows, H+K+K, h]
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.qk_bias is not None:
             qk = qk + self.qk_bias
@@ -129,8 +129,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 class LoopedLM(nn.Module):
     """What both families share.
 
-    `recurrences` may be set to fewer or more than the model was trained for. `candidates` is the schedule that
-    wavefront decoding uses when none is asked for, see wfd.py.
+    `recurrences` may be set to fewer or more than the model was trained for. `candidates` is the schedule
+    that wavefront decoding uses when none is asked for, see wfd.py.
     """
 
     def __init__(self, config: Config, norm_sums: bool):
@@ -201,7 +201,8 @@ class Ouro(LoopedLM):
 
     def __init__(self, config: Config):
         super().__init__(config, norm_sums=False)
-        # extras/tune.py --dtype bfloat16 finds {1: 2, 2: 2, 3: 3} for tiny/ouro, and this within two percent of it.
+        # extras/tune.py --dtype bfloat16 finds {1: 2, 2: 2, 3: 3} for tiny/ouro, and this within two percent
+        # of it.
         self.candidates = {1: 2, 2: 2, 3: 2}
 
     def rotary(self, positions: Tensor):
@@ -235,10 +236,11 @@ class Huginn(LoopedLM):
 
     def __init__(self, config: Config):
         super().__init__(config, norm_sums=True)
-        # For tiny/huginn, extras/tune.py finds one candidate at nearly every depth, two at depth 1 in bfloat16, be it with the
-        # costs of its own calls or with those of the official size (--shape huginn-3.5b), where a reading costs 0.7 of a call
-        # of one row. This is within 8 percent of that, with half the readings. A second candidate at depth 1 costs a few
-        # rows; a wrong draft that is found at depth 32 costs 32 calls.
+        # For tiny/huginn, extras/tune.py finds one candidate at nearly every depth, two at depth 1 in
+        # bfloat16, be it with the costs of its own calls or with those of the official size (--shape
+        # huginn-3.5b), where a reading costs 0.7 of a call of one row. This is within 8 percent of that, with
+        # half the readings. A second candidate at depth 1 costs a few rows; a wrong draft that is found at
+        # depth 32 costs 32 calls.
         self.candidates = {1: 2, 2: 1, 4: 1, 8: 1}
         self.adapter = nn.Linear(2 * config.width, config.width, bias=config.adapter_bias)
         self.register_buffer("state_table", torch.zeros(config.context, config.width), persistent=False)

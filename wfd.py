@@ -1,9 +1,10 @@
 """Wavefront decoding for looped language models, in one file.
 
-A looped model applies one block of layers T times to every token. Plain decoding therefore pays T block calls in a
-row for each token. But a shallow state already guesses the next token rather well, and the block has the same weights
-at every depth. So one call can advance positions that stand at *different* depths. The next token starts from an
-early guess, the one after it from a guess of that, and all climb together, as a diagonal wavefront:
+A looped model applies one block of layers T times to every token. Plain decoding therefore pays T block calls
+in a row for each token. But a shallow state already guesses the next token rather well, and the block has the
+same weights at every depth. So one call can advance positions that stand at *different* depths. The next
+token starts from an early guess, the one after it from a guess of that, and all climb together, as a diagonal
+wavefront:
 
     depth 4 |  #   verified         each call moves every cell in flight up by one:
     depth 3 |     #                 the oldest reaches depth T = 4 and yields the true next token,
@@ -11,8 +12,8 @@ early guess, the one after it from a guess of that, and all climb together, as a
     depth 1 |           #  drafts   and its prediction is the next draft
              p  p+1 p+2 p+3
 
-A wrong draft costs some work and is replaced. The output is that of plain decoding, token for token: predictions below
-depth T choose what to try, and only predictions at depth T are ever emitted.
+A wrong draft costs some work and is replaced. The output is that of plain decoding, token for token:
+predictions below depth T choose what to try, and only predictions at depth T are ever emitted.
 
     recurrence   one application of the looped block
     depth        how many recurrences a cell has had, 0 to T
@@ -21,8 +22,8 @@ depth T choose what to try, and only predictions at depth T are ever emitted.
     candidate    a token that a prediction ranks high enough to be tried; draft: a candidate below depth T
     committed    a token that is certain; finished: a cell that reached depth T, and whose ancestors all had
 
-The model is used through this interface only; model.py has two such models. There is no batch axis: a tensor has one
-row per cell (d: width of a state; H query heads share K key/value heads of size h; V: vocabulary).
+The model is used through this interface only; model.py has two such models. There is no batch axis: a tensor
+has one row per cell (d: width of a state; H query heads share K key/value heads of size h; V: vocabulary).
 
     model.recurrences, model.context                T; the number of positions available
     model.candidates                                the schedule to use when none is asked for (section 4)
@@ -32,8 +33,8 @@ row per cell (d: width of a state; H query heads share K key/value heads of size
     model.recur(x, e, positions, kv)                [rows, d] -> x [rows, d], one recurrence: the block call
     model.predict(x, positions, kv, select=None)    [rows, d] -> logits [selected rows, V], through the coda if it has one
 
-In each layer the model calls kv.attend(layer, q, k, v), with layers numbered prelude, core, coda. None of these
-functions may write into its arguments. Not here: several prompts at a time, training, printing, timing.
+In each layer the model calls kv.attend(layer, q, k, v), with layers numbered prelude, core, coda. None of
+these functions may write into its arguments. Not here: several prompts at a time, training, printing, timing.
 """
 
 import functools
@@ -55,11 +56,11 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. From logits to tokens
 #
-# Plain decoding, drafting and verifying must agree on what a prediction says, so one function reads them all. Equal
-# scores are not rare in bfloat16: then the lowest token id wins.
+# Plain decoding, drafting and verifying must agree on what a prediction says, so one function reads them all.
+# Equal scores are not rare in bfloat16: then the lowest token id wins.
 
 
 def top_tokens(scores: Tensor, n: int) -> list[list[int]]:
@@ -76,13 +77,14 @@ def top_tokens(scores: Tensor, n: int) -> list[list[int]]:
     return [[int(token) for value, token in row if value > -torch.inf] for row in rows]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Cells
 #
-# A guess may have several tokens worth trying, so the cells in flight form a tree. A child is never deeper than its
-# parent (the staircase). That is all it takes for exactness: at recurrence k a cell needs the keys and values that its
-# ancestors wrote at recurrence k. By the staircase they are there already, or they are written in the same layer of
-# the same call, before attention reads. So a row computes just what it would compute in plain decoding.
+# A guess may have several tokens worth trying, so the cells in flight form a tree. A child is never deeper
+# than its parent (the staircase). That is all it takes for exactness: at recurrence k a cell needs the keys
+# and values that its ancestors wrote at recurrence k. By the staircase they are there already, or they are
+# written in the same layer of the same call, before attention reads. So a row computes just what it would
+# compute in plain decoding.
 
 
 @dataclass(eq=False)
@@ -94,37 +96,41 @@ class Cell:
     children: list["Cell"] = field(default_factory=list)
     dropped: bool = False
     column: int = -1           # where its keys and values are (section 3)
-    sees: Tensor | None = None                         # [columns]: 0 for its ancestors and itself, else HIDDEN
+    sees: Tensor | None = None  # [columns]: 0 for its ancestors and itself, else HIDDEN
     e: Tensor | None = None    # [d], what the model's embed made of the token; None before that
     x: Tensor | None = None    # [d], its state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. The cache
 #
-# Keys and values differ from recurrence to recurrence, so each layer of the looped block has T planes of them, one per
-# recurrence. (A layer of the prelude or the coda has one.) A plane is a pool of columns. A cell takes the lowest free
-# column and writes to it in every plane; when it is finished, it just stays there. Keys are rotated by their position
-# before they are stored, so any column will do, as long as a cell's mask shows it its ancestors:
+# Keys and values differ from recurrence to recurrence, so each layer of the looped block has T planes of
+# them, one per recurrence. (A layer of the prelude or the coda has one.) A plane is a pool of columns. A cell
+# takes the lowest free column and writes to it in every plane; when it is finished, it just stays there. Keys
+# are rotated by their position before they are stored, so any column will do, as long as a cell's mask shows
+# it its ancestors:
 #
 #     column     0    1    2    3    4    5         p and q are finished. r is in flight, with two candidates for the
 #     holds      p    q    r    s'   s    -         next position, s and s'. The mask of s shows columns 0, 1, 2 and 4.
 #
-# To drop a cell is to give its column back. Whoever takes it next writes each plane before reading it, so nothing is
-# cleared. But all begins as zeros, since even a masked NaN would poison a weighted sum.
+# To drop a cell is to give its column back. Whoever takes it next writes each plane before reading it, so
+# nothing is cleared. But all begins as zeros, since even a masked NaN would poison a weighted sum.
 #
-# What a draft leaves in the coda is provisional: it comes from whatever depth was last read. That may mislead other
-# drafts, but never an emitted token, for a cell's ancestors are read at depth T before it is, or in the same call.
+# What a draft leaves in the coda is provisional: it comes from whatever depth was last read. That may mislead
+# other drafts, but never an emitted token, for a cell's ancestors are read at depth T before it is, or in the
+# same call.
 #
-# Sharing. T planes per token are a lot of memory. With KVShare(slots, window), positions far back keep only the last
-# `slots` recurrences of the looped block, recurrence p in plane p mod slots. Position q at recurrence r attends to
+# Sharing. T planes per token are a lot of memory. With KVShare(slots, window), positions far back keep only
+# the last `slots` recurrences of the looped block, recurrence p in plane p mod slots. Position q at
+# recurrence r attends to
 #
 #     far    i <= q - window    what i left in plane r mod slots when it was finished
 #     near   i >  q - window    what i wrote at recurrence r itself
 #
-# (Within the prompt all positions are near.) That is another function than the model's own, but the same one under any
-# schedule, as long as all that is far is finished. So no cell starts more than `window` after the last finished
-# position. A finished cell is copied to the far planes; its column is free once no later cell is near to it.
+# (Within the prompt all positions are near.) That is another function than the model's own, but the same one
+# under any schedule, as long as all that is far is finished. So no cell starts more than `window` after the
+# last finished position. A finished cell is copied to the far planes; its column is free once no later cell
+# is near to it.
 
 
 class KVShare(NamedTuple):
@@ -178,7 +184,7 @@ class Cache:
     def finish(self, cell: Cell) -> None:
         """The cell keeps its column. With sharing it is copied to the far planes, and a column may become free."""
         if self.slots:
-            for near, far in zip(self.near, self.far):                       # recurrence p goes to plane p mod slots
+            for near, far in zip(self.near, self.far):  # recurrence p goes to plane p mod slots
                 kept = near[:, -far.shape[1]:, :, cell.column]
                 far[:, :, :, cell.position] = kept.roll(near.shape[1], dims=1)
         self.held[cell.position] = cell.column
@@ -186,7 +192,7 @@ class Cache:
 
         released = self.held.pop(self.finished - self.window, None)          # far from all that is to come
         if released is not None:
-            cell.sees[released] = HIDDEN                                     # its children so far don't see it
+            cell.sees[released] = HIDDEN  # its children so far don't see it
             heapq.heappush(self.free, released)
 
 
@@ -203,7 +209,7 @@ class PromptView:
         near, far = self.cache.near[layer], self.cache.far[layer]
         kv = torch.stack((k, v)).transpose(1, 2)                             # [2, K, rows, h]
         near[:, self.plane, :, self.columns] = kv[:, :, self.positions]
-        if self.cache.slots:                           # the last recurrence to write here is the one that stays
+        if self.cache.slots:  # the last recurrence to write here is the one that stays
             far[:, self.plane % far.shape[1], :, :len(q)] = kv
         return softmax_attention(q.transpose(0, 1), *kv, is_causal=True).transpose(0, 1)
 
@@ -216,7 +222,7 @@ class RowsView:
         self.cache, self.used = cache, cache.used
         self.planes, self.columns = tensor([planes, [cell.column for cell in cells]])         # [rows] each
         self.grid = Grid(planes, tensor)
-        self.mask = torch.stack([cell.sees[:self.used] for cell in cells])[:, None]           # [rows, 1, columns]
+        self.mask = torch.stack([cell.sees[:self.used] for cell in cells])[:, None]  # [rows, 1, columns]
         if not cache.slots:
             self.mask = self.grid.spread(self.mask)                          # [lines, 1, length, columns]
             return
@@ -251,7 +257,8 @@ class RowsView:
 class Grid:
     """Rows arranged by the plane they read, one line for each plane: the batch of one attention call for them all.
 
-    Rows that read planes 2, 1, 1 make two lines of length two: rows 1 and 2; row 0 and a filler, thrown away later.
+    Rows that read planes 2, 1, 1 make two lines of length two: rows 1 and 2; row 0 and a filler, thrown away
+    later.
     """
 
     def __init__(self, planes: list[int], tensor: Callable):
@@ -264,7 +271,7 @@ class Grid:
         self.rows = None                               # one line: the rows are the grid
         if len(lines) > 1:
             place = {row: i * length + j for i, line in enumerate(lines) for j, row in enumerate(line)}
-            self.rows = tensor([line + [0] * (length - len(line)) for line in lines])         # [lines, length]
+            self.rows = tensor([line + [0] * (length - len(line)) for line in lines])  # [lines, length]
             self.home = tensor([place[row] for row in range(len(planes))])                    # [rows]
 
     def spread(self, x: Tensor) -> Tensor:
@@ -287,30 +294,32 @@ def by_heads(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(len(x), y.shape[1], -1, x.shape[-1]) @ y).view(*x.shape[:-1], y.shape[-1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. The wavefront
 #
-# One rule makes every schedule. When the prediction of a cell is read at depth k, its n(k) likeliest tokens become its
-# candidates. Children started from other tokens are dropped, with all that was built on them. Candidates without a
-# child start one, at depth 0. At depth T there is one candidate, and it is committed. The map k -> n(k) is the knob:
+# One rule makes every schedule. When the prediction of a cell is read at depth k, its n(k) likeliest tokens
+# become its candidates. Children started from other tokens are dropped, with all that was built on them.
+# Candidates without a child start one, at depth 0. At depth T there is one candidate, and it is committed.
+# The map k -> n(k) is the knob:
 #
 #     {}                       plain decoding: nothing starts before its parent is finished
 #     {1: 1}                   the published schedule: one draft, corrected only at depth T
 #     {1: 1, 2: 1, 3: 1}       early correction: a deeper prediction that differs replaces the draft at once
 #     {1: 2, 2: 2, 3: 1}       two candidates kept open, until depth 3 settles it
 #
-# Say a cell predicts "lazy" and its only child was started from "tired". The child is dropped, and a new one starts
-# from "lazy". Had the child been "lazy", it would climb on; and at depth T, "lazy" is committed and that child is the
-# oldest cell. A token costs as many calls as its parent was deep when its cell was started: with right drafts, one.
+# Say a cell predicts "lazy" and its only child was started from "tired". The child is dropped, and a new one
+# starts from "lazy". Had the child been "lazy", it would climb on; and at depth T, "lazy" is committed and
+# that child is the oldest cell. A token costs as many calls as its parent was deep when its cell was started:
+# with right drafts, one.
 
 
 @dataclass
 class Result:
-    tokens: list[int] = field(default_factory=list)    # the new ones, the stop token included if there was one
+    tokens: list[int] = field(default_factory=list)  # the new ones, the stop token included if there was one
     finish: str = ""                                   # "stop", "length" or "context"
     calls: int = 0                                     # block calls after the prompt's pass
     rows: int = 0                                      # summed over those calls
-    accepted: int = 0                                  # tokens whose cell was under way when they were committed
+    accepted: int = 0  # tokens whose cell was under way when they were committed
     cache_bytes: int = 0                               # of keys and values
 
 
@@ -335,7 +344,7 @@ class Wavefront:
         self.eos_ids, self.sampling, self.kv_share, self.on_call = set(eos_ids), sampling, kv_share, on_call
         self.limit = min(max_new_tokens, context - len(prompt))
         self.limit_is = "length" if self.limit == max_new_tokens else "context"
-        self.last = len(prompt) + self.limit - 2       # the last token is emitted and never fed: no cell goes there
+        self.last = len(prompt) + self.limit - 2  # the last token is emitted and never fed: no cell goes there
         self.result = Result(finish="" if self.limit else self.limit_is)
         self.cells: list[Cell] = []                    # in flight, parents before children
         self.rows: list[Cell] = []
@@ -357,7 +366,7 @@ class Wavefront:
         self.cache.open_prompt(root)
 
         positions = self.tensor(range(n))
-        e = model.embed(self.tensor(self.prompt), positions, PromptView(self.cache, root, 0))              # [n, d]
+        e = model.embed(self.tensor(self.prompt), positions, PromptView(self.cache, root, 0))  # [n, d]
         x = model.initial_state(e, positions)
         for k in range(T):
             x = model.recur(x, e, positions, PromptView(self.cache, root, k))
@@ -372,8 +381,10 @@ class Wavefront:
         self.advance(self.rows)
         self.result.calls += 1
         self.result.rows += len(self.rows)
-        if due := [cell for cell in self.rows if cell.depth in self.candidates]:
-            self.read(due)
+        due = [cell for cell in self.rows if cell.depth in self.candidates]
+        for cell, tokens in zip(due, self.read(due) if due else ()):
+            if not cell.dropped:                       # an ancestor may just have dropped it
+                self.follow(cell, tokens)
         if self.on_call:
             self.on_call(self)
 
@@ -398,13 +409,11 @@ class Wavefront:
             cell.x = x[row]
             cell.depth += 1
 
-    def read(self, cells: list[Cell]) -> None:
-        """Read the predictions of these cells, parents first, and let the tree follow them."""
+    def read(self, cells: list[Cell]) -> list[list[int]]:
+        """What the cells predict at their depths: the candidates of each, best first."""
         x = torch.stack([cell.x for cell in cells])                          # [rows, d]
-        logits = self.model.predict(x, self.positions(cells), self.view(cells, [0] * len(cells)))          # [rows, V]
-        for cell, tokens in zip(cells, self.best(cells, logits)):
-            if not cell.dropped:                       # an ancestor may just have dropped it
-                self.follow(cell, tokens)
+        logits = self.model.predict(x, self.positions(cells), self.view(cells, [0] * len(cells)))  # [rows, V]
+        return self.best(cells, logits)
 
     def view(self, cells: list[Cell], planes: list[int]) -> RowsView:
         return RowsView(self.cache, cells, planes)
@@ -474,7 +483,7 @@ class DraftThenVerify(Wavefront):
         return self.cells[-1:] if self.cells[-1].depth < self.draft_depth else list(self.cells)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. Three decoders
 #
 # All are the scheduler above with other settings, and return the same tokens. Options of all three:
@@ -496,7 +505,8 @@ def draft_then_verify(model, prompt: list[int], max_new_tokens: int, *, draft_de
                       **options) -> Result:
     """Draft draft_len tokens at draft_depth, one after the other; then bring them to depth T together. Repeat.
 
-    A round takes (draft_len + 1) * draft_depth + (T - draft_depth) calls and commits 1 to draft_len + 1 tokens.
+    A round takes (draft_len + 1) * draft_depth + (T - draft_depth) calls and commits 1 to draft_len + 1
+    tokens.
     """
     decoder = DraftThenVerify(model, prompt, max_new_tokens, {draft_depth: 1}, draft_len + 1, **options)
     decoder.draft_depth = draft_depth
@@ -511,6 +521,6 @@ def wavefront(model, prompt: list[int], max_new_tokens: int, *, candidates: dict
     candidates: how many candidates a prediction keeps open at each depth (section 4); None: model.candidates.
     Raises ValueError for arguments that make no sense, and for logits that are not finite.
     """
-    if candidates is None:                             # model.recurrences may have been set below some of its depths
+    if candidates is None:  # model.recurrences may have been set below some of its depths
         candidates = {k: n for k, n in model.candidates.items() if k < model.recurrences}
     return Wavefront(model, prompt, max_new_tokens, candidates, max_rows, **options).run()

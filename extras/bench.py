@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from demo import PROMPT, TINY, add_model_options, load_model, machine, per_token, run, timed
+from demo import PROMPT, TINY, add_model_options, load_model, machine, parse_count, per_token, run, timed
 
 import torch
 
@@ -27,7 +27,7 @@ from load_weights import available_memory, load
 from model import Config, Huginn, LoopedLM, Ouro
 from wfd import Cell, KVShare, Result, Wavefront, autoregressive, draft_then_verify, top_tokens, wavefront
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Methods
 
 
@@ -113,21 +113,17 @@ def show_progress(text: str) -> None:
 
 def verdict(differences: list[str]) -> int:
     """The last line of a comparison, from the sentences about all differences; the exit status."""
-    faults = [sentence for sentence in differences if not sentence.startswith("near tie")]
-    if not differences:
-        print("identical to plain decoding: yes")
-    elif not faults:
-        print("identical to plain decoding: NO, but different only at near ties")
-    else:
-        print("identical to plain decoding: NO")
-    return 1 if faults else 0
+    fault = not all(sentence.startswith("near tie: ") for sentence in differences)
+    words = "NO" if fault else "NO, but different only at near ties" if differences else "yes"
+    print(f"identical to plain decoding: {words}")
+    return int(fault)
 
 
 def bench(options: argparse.Namespace, length: int = 48) -> int:
     model, tokenizer = load_model(options)
     number, new = options.prompts or (20 if model.recurrences <= 8 else 6), options.new
-    if model.context < length + new:
-        raise ValueError(f"the model has room for {model.context} tokens, not for {length} and {new} new ones")
+    if new < 2 or length + new > model.context:
+        raise ValueError(f"--new must be from 2 to {model.context - length}, which is what the model has room for")
     prompts = held_out_prompts(tokenizer, number, length)
     show_progress("looking for the best settings of draft-then-verify and of the published schedule")
     compared = methods(model, *best_baselines(model, prompts[::max(1, number // 2)], min(new, 60)))
@@ -162,11 +158,11 @@ def bench(options: argparse.Namespace, length: int = 48) -> int:
     return verdict(differences)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Official sizes with random weights
 #
-# What a call costs does not depend on what the weights are; what a schedule gains does. So the costs are measured
-# with random weights, and the predictions are those of the tiny model of the same family, recorded beforehand.
+# What a call costs does not depend on what the weights are. What a schedule gains does. So the costs are measured
+# with random weights, and the predictions are a recording of the tiny model of the same family.
 
 OURO = {"width": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 5632, "vocab": 49152,
         "recurrences": 4, "context": 65536, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": False}
@@ -222,9 +218,7 @@ def time_calls(model: LoopedLM, widths=(1, 2, 4, 8, 16), columns: int = 300, rep
             cells = decoder.cells[:rows]
             for i, cell in enumerate(cells):
                 cell.depth = T - 1 - i * T // rows
-            call = timed(advance, cells)[1]
-            reading = timed(lambda: decoder.best(cells, decoder.read(cells)))[1]
-            seconds[rows].append((call, reading))
+            seconds[rows].append((timed(advance, cells)[1], timed(decoder.read, cells)[1]))
     # The first round was the warm-up.
     return {rows: tuple(map(statistics.median, zip(*spent[1:]))) for rows, spent in seconds.items()}
 
@@ -266,7 +260,7 @@ def bench_shape(shape: str, device: str) -> int:
     with torch.device("meta"):
         model = model_class(config)
     size, layer = (2 * sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0]))
-    cache = 2 * 2 * config.recurrences * config.kv_heads * config.head_dim * 400         # of a layer, 400 positions
+    cache = 2 * 2 * config.recurrences * config.kv_heads * config.head_dim * 400  # of a layer, 400 positions
     needed, free = size + cache * config.core + 2 ** 30, available_memory(device)
     layers = config.core - max(0, math.ceil((needed - free) / (layer + cache)))
     print(f"{shape}, random weights, bfloat16 on {machine(device)}\n"
@@ -282,10 +276,10 @@ def bench_shape(shape: str, device: str) -> int:
     for rows, (call, reading) in times.items():
         print(f"{rows:6}{call * scale * 1e3:10.1f} ms{call / times[1][0]:11.2f}x{reading * 1e3:9.1f} ms")
 
-    name, new, rows = ("ouro", 60, 8) if model_class is Ouro else ("huginn", 60, 32)
+    name, rows = ("ouro", 8) if model_class is Ouro else ("huginn", 32)
     tiny, tokenizer = load(TINY / name, dtype=torch.float32)
-    print(f"\nreplaying {new} tokens as tiny/{name} predicts them:")
-    runs = replay(model, tiny, tokenizer.encode(PROMPT), new, rows)
+    print(f"\nreplaying 60 tokens as tiny/{name} predicts them:")
+    runs = replay(model, tiny, tokenizer.encode(PROMPT), 60, rows)
     for label, (result, seconds) in runs.items():
         fewer, speed = per_token(runs["plain"][0]) / per_token(result), runs["plain"][1] / seconds
         print(f"{label:26}{per_token(result):8.2f} calls per token, {fewer:.2f}x fewer; "
@@ -296,18 +290,16 @@ def bench_shape(shape: str, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m extras.bench", description=__doc__.split("\n")[0])
     add_model_options(parser)
-    parser.add_argument("--prompts", type=int, metavar="N", help="how many (default: 20; 6 above 8 recurrences)")
-    parser.add_argument("--new", type=int, metavar="N", default=200, help="new tokens of each (default: 200)")
+    parser.add_argument("--prompts", type=parse_count, metavar="N", help="(default: 20; 6 above 8 recurrences)")
+    parser.add_argument("--new", type=parse_count, metavar="N", default=200, help="new tokens each (default: 200)")
     parser.add_argument("--shape", choices=SHAPES, help="measure an official size: bfloat16, random weights")
     options = parser.parse_args()
-    if options.shape:
-        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-        if unused := [name for name in given if name not in ("shape", "device")]:
-            parser.error(f"--{unused[0]} has no effect with --shape")
-        return bench_shape(options.shape, options.device)
-    if options.prompts is not None and options.prompts < 1 or options.new < 2:
-        raise ValueError("--prompts must be 1 or more, --new 2 or more")
-    return bench(options)
+    if not options.shape:
+        return bench(options)
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if unused := [name for name in given if name not in ("shape", "device")]:
+        parser.error(f"--{unused[0]} has no effect with --shape")
+    return bench_shape(options.shape, options.device)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Bitwise mode: the logits after every token are those of plain decoding in the same mode, bit for bit.
 
-A row of a matrix product rounds differently when the product has another number of rows. In bfloat16 that tips near
-ties, and they are common. With `pad_rows`, plain decoding and the wavefront round alike, because after the prompt's pass
+A row of a matrix product rounds differently when the product has another number of rows. In bfloat16 that
+tips near ties, and they are common. With `pad_rows`, plain decoding and the wavefront round alike, because
+after the prompt's pass
 
-    1. every model call has pad_rows rows
-    2. attention treats each row as a batch element with one query, over a multiple of 64 keys, some of them masked
-    3. the keys of a row stand in the order of their positions
+    1. every model call has pad_rows rows 2. attention treats each row as a batch element with one query, over
+    a multiple of 64 keys, some of them masked 3. the keys of a row stand in the order of their positions
 
-This holds on CPUs in bfloat16, for chains and trees, with the same number of threads. In float32 it holds for chains.
-For trees and wide wavefronts it needs one thread, or MKL_CBWR=AVX2,STRICT: two threads may round equal rows differently.
+This holds on CPUs in bfloat16, for chains and trees, with the same number of threads. In float32 it holds for
+chains. For trees and wide wavefronts it needs one thread, or MKL_CBWR=AVX2,STRICT: two threads may round
+equal rows differently.
 
     python -m extras.bitwise                        tiny/ouro in bfloat16
     python -m extras.bitwise --shape ouro-2.6b      four layers of official size, random weights
@@ -30,7 +31,7 @@ class InOrderView:
 
     def __init__(self, cache: Cache, cells: list[Cell], planes: list[int]):
         length = -(-max(cell.position + 1 for cell in cells) // 64) * 64
-        near = torch.zeros(len(cells), length, dtype=torch.long)             # the column of every position of a row's text
+        near = torch.zeros(len(cells), length, dtype=torch.long)  # the column of every position of a row's text
         near[:, list(cache.held)] = torch.tensor(list(cache.held.values()), dtype=torch.long)
         for row, cell in zip(near, cells):
             while cell and cell.position >= cache.finished:
@@ -69,10 +70,8 @@ class Bitwise(Wavefront):
         return InOrderView(self.cache, cells, planes)
 
     def filled(self, cells: list[Cell]) -> list[Cell]:
-        """With copies of the first cell. They write again what that writes, and nothing follows from what they predict."""
-        filler = copy.copy(cells[0])
-        filler.dropped = True
-        return cells + [copy.copy(filler) for _ in range(self.pad_rows - len(cells))]
+        """With copies of the first cell, which write again what that writes."""
+        return cells + [copy.copy(cells[0]) for _ in range(self.pad_rows - len(cells))]
 
     def embed(self, cells: list[Cell]) -> None:
         super().embed(self.filled(cells))
@@ -80,8 +79,8 @@ class Bitwise(Wavefront):
     def advance(self, cells: list[Cell]) -> None:
         super().advance(self.filled(cells))
 
-    def read(self, cells: list[Cell]) -> None:
-        super().read(self.filled(cells))
+    def read(self, cells: list[Cell]) -> list[list[int]]:
+        return super().read(self.filled(cells))
 
 
 @torch.inference_mode()

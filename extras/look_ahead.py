@@ -1,8 +1,9 @@
 """Look-ahead: where the last tokens have occurred before, try what followed them then.
 
-A wavefront drafts one token at a time, from its youngest cell. But much text repeats itself: code, quotations, lists.
-So here a new cell brings a chain of descendants along, copied from earlier text, and all of them climb side by side.
-Where the copy is right, several tokens are committed in one call. Where it is wrong, depth T finds out, as always.
+A wavefront drafts one token at a time, from its youngest cell. But much text repeats itself: code,
+quotations, lists. So here a new cell brings a chain of descendants along, copied from earlier text, and all
+of them climb side by side. Where the copy is right, several tokens are committed in one call. Where it is
+wrong, depth T finds out, as always.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Is a difference from plain decoding a near tie, which rounding explains, or a fault?
 
-The rows of a matrix product round differently when the product has another number of rows. So plain decoding itself,
-with its calls padded to 1, 2, ... max_rows rows, gives logits that differ a little. The largest difference among these
-passes is the rounding. A differing token is a near tie if plain decoding's gap to it is at most twice that.
+The rows of a matrix product round differently when the product has another number of rows. So plain decoding
+itself, with its calls padded to 1, 2, ... max_rows rows, gives logits that differ a little. The largest
+difference among these passes is the rounding. A differing token is a near tie if plain decoding's gap to it
+is at most twice that.
 """
 
 import dataclasses

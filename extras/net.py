@@ -3,9 +3,9 @@
     python -m extras.net --minutes 60        what `pytest -m slow` runs
     python -m extras.net '{"shape": ...}'    one case again, as a failure prints it
 
-In every case plain decoding, draft-then-verify, the wavefront, look-ahead and bitwise mode must return the same
-tokens, for the same reason to end. The reference is decoding by definition, without a cache. A case that fails is
-made smaller for as long as it still fails, and printed as a command.
+In every case plain decoding, draft-then-verify, the wavefront, look-ahead and bitwise mode must return the
+same tokens, for the same reason to end. The reference is decoding by definition, without a cache. A case that
+fails is made smaller for as long as it still fails, and printed as a command.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from extras.sampling import Sampling
 from model import Config, Huginn, Ouro
 from wfd import KVShare, autoregressive, draft_then_verify, wavefront
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Random models, and what is right by definition
 
 
@@ -149,7 +149,7 @@ class SharingByDefinition:
         return tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Random cases
 
 

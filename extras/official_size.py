@@ -4,11 +4,12 @@
     python -m extras.official_size ouro-2.6b FOLDER         5.0 GiB
     python -m extras.official_size huginn-3.5b FOLDER       6.6 GiB
 
-Names, shapes, dtype (bfloat16) and index are the published ones, in shards of about 2 GiB. The tokenizer is that
-of the tiny model. A folder that is there already is used as it is.
+Names, shapes, dtype (bfloat16) and index are the published ones, in shards of about 2 GiB. Tokenizer and settings
+are those of the tiny model. A folder that is there already is used as it is.
 """
 
 import argparse
+import json
 import math
 import re
 import statistics
@@ -18,12 +19,11 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from demo import PROMPT, TINY, machine, run, timed
 from extras.bench import SHAPES, random_weight
 from extras.near_tie import near_tie
-from extras.train_tiny import family_of, save_shards, unneeded_shapes, write_settings
+from extras.train_tiny import save_shards, write_json
 from load_weights import FAMILIES, load
 from wfd import autoregressive, wavefront
 
@@ -31,26 +31,33 @@ SHARD = 2 * 2 ** 30                                    # bytes, about
 
 
 class RandomTensors(dict):
-    """name -> tensor, made of a shape when it is looked up: only one shard is in memory at a time."""
-
-    def __init__(self, shapes: dict[str, list[int]]):
-        super().__init__(shapes)
-        self.noise = torch.randn(2 ** 24, dtype=torch.bfloat16)
+    """name -> tensor, drawn when it is looked up: made of name -> shape."""
+    noise = torch.randn(2 ** 24, dtype=torch.bfloat16)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return random_weight(self.noise, super().__getitem__(name))
 
 
 def write_official_size(shape: str, folder: Path) -> None:
-    model_class, config = SHAPES[shape]
+    (_, c), tiny = SHAPES[shape], TINY / shape.split("-")[0]
     folder.mkdir(parents=True)
-    tokenizer = Tokenizer.from_file(str(TINY / shape.split("-")[0] / "tokenizer.json"))
-    write_settings(model_class, config, tokenizer, folder)
-    names = FAMILIES[family_of(model_class)][1]
-    shapes = {name: size for parts in names(config).values() for name, size in parts}
-    shapes |= unneeded_shapes(model_class, config)
-    total = sum(2 * math.prod(size) for size in shapes.values())
-    save_shards(RandomTensors(shapes), folder, -(-total // SHARD))
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / file).write_bytes((tiny / file).read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    names = FAMILIES[config["model_type"]][1](c)
+    shapes = {name: size for parts in names.values() for name, size in parts}
+    config |= {"head_dim": c.head_dim, "intermediate_size": c.ffn, "num_key_value_heads": c.kv_heads, "vocab_size": c.vocab}
+    if config["model_type"] == "ouro":
+        config |= {"hidden_size": c.width, "num_attention_heads": c.heads, "num_hidden_layers": c.core,
+                   "total_ut_steps": c.recurrences, "max_position_embeddings": c.context}
+    else:
+        config |= {"n_embd": c.width, "n_heads": c.heads, "n_layers": c.prelude + c.core + c.coda,
+                   "n_layers_in_prelude": c.prelude, "n_layers_in_recurrent_block": c.core, "n_layers_in_coda": c.coda,
+                   "mean_recurrence": c.recurrences, "block_size": c.context, "padded_vocab_size": c.vocab,
+                   "init_values": {"std": c.init_std}}
+    write_json(folder / "config.json", config)
+    size = sum(2 * math.prod(shape) for shape in shapes.values())
+    save_shards(RandomTensors(shapes), folder, -(-size // SHARD))
 
 
 def anonymous_memory() -> int:

@@ -80,7 +80,7 @@ def trace_svg(calls: list[tuple[int, list[Row]]], tokens: list[int], tokenizer, 
         out += [square(x, y, fill, edge, opacity), write(x + SIZE + 5, y + 13, meaning)]
         x += SIZE + 16 + 6.7 * len(meaning)
     out.append(write(14, y + 38, f"{len(tokens)} tokens in {len(calls)} block calls; plain decoding needs "
-                     f"{fed * recurrences}. Calls go down, positions across. Small numbers: other drafts there."))
+                     f"{fed * recurrences}. Calls go down, positions across. Small: other drafts."))
     return "\n".join(out) + "\n</svg>\n"
 
 

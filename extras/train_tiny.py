@@ -1,11 +1,13 @@
-"""Train a tiny checkpoint from a text file, and write it as an official-format snapshot.
+"""Train a checkpoint like those in tiny/ from a text file, and write it as an official-format snapshot.
 
     python -m extras.train_tiny austen.txt tiny/ouro
     python -m extras.train_tiny austen.txt tiny/huginn --family huginn --passes 6
 
-Takes the better part of an hour on two CPU cores. Prints the loss as it goes and, after every pass, what `tiny/README.md`
-records: the loss on held-out text at every depth, and how often each depth's prediction is already that of the last.
+Takes the better part of an hour on two CPU cores. Prints the loss as it goes. After every pass it prints what
+tiny/README.md records: the loss on held-out text at every depth, and how often a depth predicts what the last does.
 The last two percent of the text are held out, and written to held_out.txt beside the snapshot.
+
+Sizes, special tokens and chat template are those of tiny/ouro or tiny/huginn.
 """
 
 import argparse
@@ -22,105 +24,90 @@ import torch.nn.functional as F
 from safetensors import TensorSpec, serialize_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from demo import run
-from load_weights import FAMILIES
+from demo import TINY, run
+from load_weights import FAMILIES, Settings, read_config
 from model import Config, FullAttention, Huginn, LoopedLM, Ouro
 
-OURO = Config(width=256, heads=4, kv_heads=4, head_dim=64, ffn=704, vocab=2048, core=3, recurrences=4,
-              context=16384, rope_theta=1e6, norm_eps=1e-6, tied=False)
-OURO_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]               # the first ids, as published
-OURO_CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-LOSS_WEIGHTS = (0.15, 0.2, 0.25, 0.4)                                        # of Ouro's four recurrences
-
-HUGINN = Config(width=256, heads=4, kv_heads=4, head_dim=64, ffn=704, vocab=2048, core=2, recurrences=32,
-                context=16384, rope_theta=5e4, norm_eps=1e-6, tied=True, prelude=1, coda=1, qk_bias=True,
-                init_std=(2 / (5 * 256)) ** 0.5)
-HUGINN_SPECIAL = [f"<|{name}|>" for name in (                                # the last ids, as published
-    "begin_text end_text begin_header end_header end_turn pad fim_prefix fim_middle fim_suffix fim_pad ... del "
-    "c_0 c_1 c_2 c_3 c_4 c_5 c_6 c_7 c_8 c_9 ? & ! - + interrupt >>- -<< ->> <<-").split()]
-HUGINN_CHAT = ("{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|begin_header|>"
-               "{% if m['role'] in ['assistant', 'Huginn'] %}Huginn{% else %}{{ m['role'] }}{% endif %}"
-               "<|end_header|>\n\n{{ m['content'].strip() }}<|end_turn|>{% endfor %}{% if add_generation_prompt %}"
-               "<|begin_header|>Huginn<|end_header|>\n\n{% else %}<|end_text|>{% endif %}")
-MEAN_RECURRENCE, SPREAD, BACKPROP = 8, 0.5, 4          # drawn anew in every step; only the last ones are differentiated
-
-BATCH, LENGTH = 8, 256                                                       # sequences in a step, tokens in each
+BATCH, LENGTH = 8, 256                                 # sequences in a step, tokens in each
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 2e-3, 100, 0.1
+LOSS_WEIGHTS = (0.15, 0.2, 0.25, 0.4)                  # Ouro: of its four recurrences
+MEAN_RECURRENCE, SPREAD = 8, 0.5                       # Huginn: the number is drawn anew in every step,
+BACKPROP = 4                                           # and the gradient flows through the last ones
 
 
 # 1. Text, tokenizer, model
 
 
 def read_text(path: str) -> tuple[str, str]:
-    """The text, paragraphs unwrapped to one line each, split into training text and the last 2 percent."""
+    """The text, paragraphs unwrapped to one line each, split into training text and the last two percent."""
     paragraphs = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8"))
     text = "\n\n".join(" ".join(p.split()) for p in paragraphs if p.strip())
     cut = text.find("\n\n", len(text) * 98 // 100) + 2
-    if cut < 2:
-        raise ValueError(f"{path} is too short, or has no blank lines between its paragraphs")
+    if len(text) < 10 ** 6 or cut < 2:
+        raise ValueError(f"{path} is too short: a few megabytes are needed, with blank lines between paragraphs")
     return text[:cut], text[cut:]
 
 
-def train_tokenizer(text: str, family: str) -> Tokenizer:
-    first, size = (OURO_SPECIAL, OURO.vocab) if family == "ouro" else ([], HUGINN.vocab - len(HUGINN_SPECIAL))
+def train_tokenizer(text: str, config: Config, settings: dict) -> Tokenizer:
+    """Special tokens have the first ids or the last ones, as in tokenizer_config.json, `settings`."""
+    listed = settings["added_tokens_decoder"]
+    special = [token["content"] for token in listed.values()]
+    first, last = (special, []) if "0" in listed else ([], special)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator([text], trainers.BpeTrainer(
-        vocab_size=size, special_tokens=first, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    if family == "huginn":
-        tokenizer.add_special_tokens(HUGINN_SPECIAL)
+        vocab_size=config.vocab - len(last), special_tokens=first,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_special_tokens(last)
     return tokenizer
 
 
-def new_model(family: str) -> LoopedLM:
+def initialise(model: LoopedLM) -> None:
     """Fresh weights. An Ouro of this size needs embeddings of spread 1, and small gains after each sub-layer.
 
     Otherwise the post-norms, whose gain of 1 is as large whatever a layer has to say, drown the token.
     """
-    model = Ouro(OURO) if family == "ouro" else Huginn(HUGINN)
+    ouro = isinstance(model, Ouro)
     for name, p in model.named_parameters():
         if name == "embedding.weight":
-            torch.nn.init.normal_(p, std=1.0 if family == "ouro" else HUGINN.init_std)
+            torch.nn.init.normal_(p, std=1.0 if ouro else model.config.init_std)
         elif p.dim() == 2 and not name.endswith("qk_bias"):
             torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
-        elif family == "ouro" and name.endswith(("norms.1.weight", "norms.3.weight")):
+        elif ouro and name.endswith(("norms.1.weight", "norms.3.weight")):
             torch.nn.init.constant_(p, 0.3)
-    return model
 
 
 # 2. Training
 
 
 def begin(model: LoopedLM, tokens: torch.Tensor):
-    """tokens [batch, length] -> at depth 0, for batch * length rows: states, what embed gives, positions, attention."""
+    """tokens [batch, length] -> states at depth 0, what embed gives, positions, attention, of all tokens as rows."""
     batch, length = tokens.shape
     positions, kv = torch.arange(length).repeat(batch), FullAttention(length)
     e = model.embed(tokens.flatten(), positions, kv)
     if isinstance(model, Ouro):
         return model.initial_state(e, positions), e, positions, kv
-    sigma = model.config.init_std                      # Huginn: other states in every step
-    x = torch.nn.init.trunc_normal_(torch.empty_like(e, dtype=torch.float32), std=sigma, a=-3 * sigma, b=3 * sigma)
-    return x * model.config.width ** 0.5, e, positions, kv
+    x, sigma = torch.empty_like(e, dtype=torch.float32), model.config.init_std           # other states in every step
+    x = torch.nn.init.trunc_normal_(x, std=sigma, a=-3 * sigma, b=3 * sigma) * model.config.width ** 0.5
+    return x, e, positions, kv
 
 
 def training_loss(model: LoopedLM, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Ouro: the loss after every recurrence, weighted. Huginn: the loss after a random number of them."""
-    x, *rest = begin(model, tokens)
+    x, e, positions, kv = begin(model, tokens)
     if isinstance(model, Ouro):
         loss = 0.0
         for weight in LOSS_WEIGHTS:
-            x = model.recur(x, *rest)
-            loss = loss + weight * F.cross_entropy(model.predict(x, *rest[1:]), target)
+            x = model.recur(x, e, positions, kv)
+            loss = loss + weight * F.cross_entropy(model.predict(x, positions, kv), target)
         return loss
     rate = torch.exp(torch.randn(()) * SPREAD + math.log(MEAN_RECURRENCE - 1) - SPREAD ** 2 / 2)
-    steps = 1 + int(torch.poisson(rate))               # log-normal Poisson, as published
-    for left in range(steps, 0, -1):
+    for left in range(1 + int(torch.poisson(rate)), 0, -1):                  # log-normal Poisson, as published
         with torch.set_grad_enabled(left <= BACKPROP):
-            x = model.recur(x, *rest)
-    return F.cross_entropy(model.predict(x, *rest[1:]), target)
+            x = model.recur(x, e, positions, kv)
+    return F.cross_entropy(model.predict(x, positions, kv), target)
 
 
 def sequences(ids: torch.Tensor, start: int) -> torch.Tensor:
@@ -134,11 +121,11 @@ def evaluate(model: LoopedLM, ids: torch.Tensor) -> str:
     depths = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if k <= model.recurrences]
     losses, best = {k: [] for k in depths}, {k: [] for k in depths}
     for batch in sequences(ids, 0).split(BATCH):
-        x, *rest = begin(model, batch[:, :-1])
+        x, e, positions, kv = begin(model, batch[:, :-1])
         for k in range(1, model.recurrences + 1):
-            x = model.recur(x, *rest)
+            x = model.recur(x, e, positions, kv)
             if k in depths:
-                logits = model.predict(x, *rest[1:])
+                logits = model.predict(x, positions, kv)
                 losses[k].append(F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none"))
                 best[k].append(logits.argmax(-1))
     loss, best = ({k: torch.cat(parts) for k, parts in found.items()} for found in (losses, best))
@@ -166,33 +153,28 @@ def train(model: LoopedLM, ids: torch.Tensor, held_out: torch.Tensor, passes: in
             step += 1
             mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
             if step % 50 == 0:
-                print(f"step {step}/{steps}, loss {mean:.3f}, {(time.time() - start) / step:.2f} s a step", flush=True)
+                pace = (time.time() - start) / step
+                print(f"step {step}/{steps}, loss {mean:.3f}, {pace:.2f} s a step", flush=True)
         print(f"pass {number}; depth: loss, agreement with the last: {evaluate(model, held_out)}", flush=True)
 
 
 # 3. The snapshot
 
 
-def family_of(model_class: type[LoopedLM]) -> str:
-    """The model_type of its config.json."""
-    return next(name for name, (known, _) in FAMILIES.items() if known is model_class)
-
-
-def unneeded_shapes(model_class: type[LoopedLM], c: Config) -> dict[str, list[int]]:
+def unneeded_shapes(c: Config, family: str) -> dict[str, list[int]]:
     """Tensors that are published and never used."""
-    if model_class is Huginn:
-        return {"freqs_cis": [1, c.context, 1, c.head_dim // 2, 2]}
-    return {"model.early_exit_gate.weight": [1, c.width], "model.early_exit_gate.bias": [1]}
+    if family == "ouro":
+        return {"model.early_exit_gate.weight": [1, c.width], "model.early_exit_gate.bias": [1]}
+    return {"freqs_cis": [1, c.context, 1, c.head_dim // 2, 2]}
 
 
 def published_tensors(model: LoopedLM) -> dict[str, torch.Tensor]:
     """The parameters under their published names, in their published pieces."""
-    names, out = FAMILIES[family_of(type(model))][1](model.config), {}
+    [names] = [names for model_class, names in FAMILIES.values() if model_class is type(model)]
+    wanted, out = names(model.config), {}
     for ours, parameter in model.named_parameters():
-        pieces = parameter.detach().flatten().split([math.prod(shape) for _, shape in names[ours]])
-        out |= {theirs: piece.view(shape) for (theirs, shape), piece in zip(names[ours], pieces)}
-    if isinstance(model, Ouro):
-        out |= {name: torch.zeros(shape) for name, shape in unneeded_shapes(Ouro, model.config).items()}
+        pieces = parameter.detach().flatten().split([math.prod(shape) for _, shape in wanted[ours]])
+        out |= {theirs: piece.view(shape) for (theirs, shape), piece in zip(wanted[ours], pieces)}
     return out
 
 
@@ -206,48 +188,15 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path, number: int) -> None:
     """The tensors, in their order, in so many files, with the index."""
-    names = list(tensors)
-    files = {name: f"model-{i * number // len(names) + 1:05}-of-{number:05}.safetensors" for i, name in enumerate(names)}
-    for file in sorted(set(files.values())):
-        save_tensors({name: tensors[name] for name in names if files[name] == file}, folder / file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+    weight_map = {name: f"model-{i * number // len(tensors) + 1:05}-of-{number:05}.safetensors"
+                  for i, name in enumerate(tensors)}
+    for file in sorted(set(weight_map.values())):
+        save_tensors({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def write_settings(model_class: type[LoopedLM], c: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """config.json, generation_config.json, tokenizer.json, tokenizer_config.json."""
-    common = {"head_dim": c.head_dim, "intermediate_size": c.ffn, "model_type": family_of(model_class),
-              "num_key_value_heads": c.kv_heads, "torch_dtype": "bfloat16", "vocab_size": c.vocab}
-    if model_class is Ouro:
-        special, chat, roles, stops = OURO_SPECIAL, OURO_CHAT, {"bos": 0, "eos": 0, "pad": 0, "unk": 0}, [0]
-        config = {"architectures": ["OuroForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu",
-                  "hidden_size": c.width, "max_position_embeddings": c.context, "num_attention_heads": c.heads,
-                  "num_hidden_layers": c.core, "rms_norm_eps": c.norm_eps, "rope_scaling": None,
-                  "rope_theta": c.rope_theta, "tie_word_embeddings": c.tied, "total_ut_steps": c.recurrences,
-                  "early_exit_threshold": 1.0, "use_sliding_window": False}
-    else:
-        special, chat, roles, stops = HUGINN_SPECIAL, HUGINN_CHAT, {"bos": 0, "eos": 1, "pad": 5}, [1, 4]
-        config = {"architectures": ["RavenForCausalLM"], "bias": False, "block_size": c.context,
-                  "init_values": {"std": c.init_std}, "injection_type": "linear", "mean_recurrence": c.recurrences,
-                  "n_embd": c.width, "n_heads": c.heads, "n_layers": c.prelude + c.core + c.coda,
-                  "n_layers_in_coda": c.coda, "n_layers_in_prelude": c.prelude,
-                  "n_layers_in_recurrent_block": c.core, "nonlin_name": "SiLU", "norm_eps": c.norm_eps,
-                  "padded_vocab_size": c.vocab, "qk_bias": c.qk_bias, "rope_base": c.rope_theta,
-                  "test_time_noise": 0, "tie_embeddings": c.tied}
-    ids = [tokenizer.token_to_id(word) for word in special]
-    generation = {"bos_token_id": ids[0], "eos_token_id": [ids[i] for i in stops], "pad_token_id": ids[roles["pad"]]}
-    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    write_json(folder / "config.json", common | config)
-    write_json(folder / "generation_config.json", generation)
-    write_json(folder / "tokenizer_config.json", {
-        "added_tokens_decoder": {str(id): {"content": word, **flags} for id, word in zip(ids, special)},
-        **{f"{role}_token": special[i] for role, i in roles.items()}, "chat_template": chat,
-        "clean_up_tokenization_spaces": False, "model_max_length": c.context,
-        "tokenizer_class": "PreTrainedTokenizerFast"})
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def main() -> None:
@@ -259,18 +208,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     text, held_out = read_text(options.text)
-    tokenizer = train_tokenizer(text, options.family)
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    settings = {name: json.loads((TINY / options.family / name).read_text()) for name in names}
+    config = read_config(Settings(TINY / options.family / "config.json"))
+    tokenizer = train_tokenizer(text, config, settings["tokenizer_config.json"])
     ids, held_out_ids = (torch.tensor(tokenizer.encode(part).ids) for part in (text, held_out))
-    if min(len(held_out_ids), len(ids) // BATCH) <= 2 * LENGTH:
-        raise ValueError(f"{options.text} is too short: a few megabytes are needed")
-    model = new_model(options.family)
+    model = Ouro(config) if options.family == "ouro" else Huginn(config)
+    initialise(model)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; {len(ids)} tokens to train on, "
           f"{len(held_out_ids)} held out; a loss of {math.log(model.vocab):.2f} is chance", flush=True)
+    train(model, ids, held_out_ids, options.passes)
+
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder.parent / "held_out.txt").write_text(held_out, encoding="utf-8")
-    write_settings(type(model), model.config, tokenizer, options.folder)
-    train(model, ids, held_out_ids, options.passes)
-    tensors = {name: t.to(torch.bfloat16) for name, t in published_tensors(model).items()}
+    tokenizer.save(str(options.folder / "tokenizer.json"))
+    for name in names:
+        write_json(options.folder / name, settings[name])
+    tensors = published_tensors(model)
+    tensors |= {name: torch.zeros(shape) for name, shape in unneeded_shapes(config, "ouro").items()
+                if options.family == "ouro"}
+    tensors = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
     save_tensors(tensors, options.folder / "model.safetensors")
 
 
