@@ -58,7 +58,7 @@ def published_calls(result, recurrences: int, d: int) -> int:
     return (n - 2) * d + recurrences + rejected * (recurrences - d)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The models compute what the published code computes
 
 
@@ -134,7 +134,7 @@ def test_what_is_computed_in_float32_in_a_bfloat16_model():
     assert torch.equal(ouro.rotary(positions)(heads), torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # A row in a mixed-depth call is the same function of the same inputs as in plain decoding
 
 
@@ -203,7 +203,7 @@ def test_what_a_dropped_cell_wrote_is_never_read(family):
     assert dropped > 50
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The wavefront returns the tokens of plain decoding
 
 
@@ -333,7 +333,7 @@ def test_equal_logits_go_to_the_lowest_id():
     assert wfd.top_tokens(scores, 1) == [[709]]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Stops, limits, bad input
 
 
@@ -434,7 +434,7 @@ def test_wfd_knows_only_torch_and_the_standard_library():
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names) | {"torch"}
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Sharing keys and values between recurrences
 
 
@@ -486,7 +486,7 @@ def test_the_bytes_of_a_cache_are_those_of_its_formula():
         assert result.cache_bytes == column * ((4 * 8 + 4) * near + (4 * slots + 4) * positions)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # What extras/ adds to the method: sampling, look-ahead, bitwise mode
 
 
@@ -595,7 +595,7 @@ def test_the_exactness_net():
     print(f"{number} random cases, none unequal")
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The trained models
 
 

@@ -27,7 +27,7 @@ from load_weights import available_memory, load
 from model import Config, Huginn, LoopedLM, Ouro
 from wfd import Cell, KVShare, Result, Wavefront, autoregressive, draft_then_verify, top_tokens, wavefront
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # 1. Methods
 
 
@@ -158,7 +158,7 @@ def bench(options: argparse.Namespace, length: int = 48) -> int:
     return verdict(differences)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # 2. Official sizes with random weights
 #
 # What a call costs does not depend on what the weights are. What a schedule gains does. So the costs are measured

@@ -59,7 +59,7 @@ def template(folder: Path, source: str, **options):
     return load(folder)[1]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Settings and tensors
 
 
@@ -168,7 +168,7 @@ def test_weights_and_states_that_do_not_fit_are_refused(monkeypatch, name, table
     refused(GOLDEN / name, "take 0.0 GiB")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Files
 
 
@@ -241,7 +241,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     assert load("some/model")[0].recurrences == 4
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Special tokens and stops. "As transformers" means that transformers 5.25 gives these ids for the same folder
 
 
@@ -319,7 +319,7 @@ def test_a_vocabulary_that_the_model_does_not_have(tmp_path):
     refused(snapshot(tmp_path / "s", config={"vocab_size": 400}), "tokenizer.json has a token 511, the model only 400")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Chat templates and text
 
 
